@@ -1,0 +1,420 @@
+"""The transformer and its checkpoints: one decoder for the shapes of Qwen3 and Llama.
+
+Read bottom-up: Transformer -> Block -> Attention, MLP -> RMSNorm, RoPE; then save_model and load_model.
+Departures from the plain thing (nanoGPT's model.py):
+- attention is handed in with every call, `attend(layer, q, k, v)`: dense, masked or cached, the model does not know;
+- grouped-query attention with an explicit head_dim (H * D need not be C), RMSNorm, SwiGLU, no dropout;
+- half-split RoPE at absolute positions (`input_pos`), so a key keeps its place after others were evicted;
+- Qwen3 normalises q and k per head, before RoPE; Llama does not. Heads are tied or not;
+- parameters carry Hugging Face names: a checkpoint is config.json + model.safetensors, readable by other tools.
+
+Shapes: B batch, T tokens, C n_embd, H n_head, H_kv n_kv_head, D head_dim, V vocab_size. Layout (B, H, T, D).
+"""
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# ours -> Hugging Face's; the keys that need more than a new name are handled in from_dict and to_dict
+HF_KEYS = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_embd="hidden_size", n_head="num_attention_heads",
+               n_kv_head="num_key_value_heads", head_dim="head_dim", intermediate_size="intermediate_size",
+               max_seq_len="max_position_embeddings", norm_eps="rms_norm_eps", tie_embeddings="tie_word_embeddings",
+               attention_bias="attention_bias", mlp_bias="mlp_bias", model_type="model_type", alphabet="alphabet")
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+# ----------------------------------------------------------------------------- configuration
+
+@dataclass
+class ModelConfig:
+    """Shape of a model, in our words. ValueError when the numbers cannot make one."""
+    vocab_size: int
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    intermediate_size: int
+    max_seq_len: int  # what it was trained on; nothing here has a table of that length
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+    qk_norm: bool = True  # RMSNorm on each head of q and k, before RoPE: what makes a qwen3 of a llama
+    tie_embeddings: bool = True
+    attention_bias: bool = False  # on q, k, v and o, as in Hugging Face's llama and qwen3
+    mlp_bias: bool = False
+    model_type: str = "qwen3"
+    eos_token_ids: list[int] = field(default_factory=list)
+    alphabet: str | None = None  # the bytes it was trained on, decoded as latin-1; None = any token
+    dtype: str = "float32"  # of the file on disk; load_model takes the working dtype
+
+    def __post_init__(self):
+        for name in ("vocab_size", "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "intermediate_size",
+                     "max_seq_len"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"{name} ({HF_KEYS[name]} in config.json) must be a positive integer, "
+                                 f"got {getattr(self, name)!r}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if self.model_type not in ARCHITECTURES:
+            raise ValueError(f"model_type {self.model_type!r} is not supported: use one of {sorted(ARCHITECTURES)}")
+        if self.qk_norm != (self.model_type == "qwen3"):
+            raise ValueError(f"qk_norm={self.qk_norm} does not go with model_type {self.model_type!r}: "
+                             "qwen3 has it, llama has not")
+        if self.mlp_bias and self.model_type == "qwen3":
+            raise ValueError("mlp_bias is not part of qwen3: use model_type 'llama' or switch it off")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is not supported: use one of {list(DTYPES)}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.n_head // self.n_kv_head
+
+    @classmethod
+    def from_dict(cls, hf: dict) -> "ModelConfig":
+        """From the keys of a Hugging Face config.json, older or newer spelling. Absent keys take HF's defaults.
+        ValueError names whatever the model here would silently compute differently."""
+        refuse_unsupported(hf)
+        values = {ours: hf[theirs] for ours, theirs in HF_KEYS.items() if hf.get(theirs) is not None}
+        absent = [HF_KEYS[name] for name in ("vocab_size", "n_layer", "n_embd", "n_head", "intermediate_size")
+                  if name not in values]
+        if absent:
+            raise ValueError(f"config.json lacks {', '.join(absent)}")
+        values.setdefault("n_kv_head", values["n_head"])
+        if "head_dim" not in values:
+            if values["n_embd"] % values["n_head"]:
+                raise ValueError(f"config.json has no head_dim, and hidden_size {values['n_embd']} is not a multiple "
+                                 f"of num_attention_heads {values['n_head']}")
+            values["head_dim"] = values["n_embd"] // values["n_head"]
+        values.setdefault("max_seq_len", {"llama": 2048, "qwen3": 32768}[hf["model_type"]])
+        values.setdefault("tie_embeddings", False)
+        bases = {float(base) for base in (hf.get("rope_theta"), (hf.get("rope_parameters") or {}).get("rope_theta"))
+                 if base is not None}
+        if len(bases) > 1:
+            raise ValueError(f"config.json gives two values of rope_theta, {sorted(bases)}: keep one")
+        eos = hf.get("eos_token_id")
+        dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+        return cls(**values, rope_base=bases.pop() if bases else 10000.0, qk_norm=hf["model_type"] == "qwen3",
+                   eos_token_ids=[] if eos is None else list(eos) if isinstance(eos, list) else [eos],
+                   dtype=str(dtype).removeprefix("torch."))
+
+    def to_dict(self) -> dict:
+        """Hugging Face keys in the older spelling, which all versions of transformers read, and `alphabet`.
+        bos and pad ids are not kept."""
+        ours = asdict(self)
+        hf = {theirs: ours[name] for name, theirs in HF_KEYS.items()}
+        hf.update(architectures=[ARCHITECTURES[self.model_type]], hidden_act="silu", rope_theta=self.rope_base,
+                  rope_scaling=None, torch_dtype=self.dtype, eos_token_id=self.eos_token_ids or None)
+        return hf
+
+
+def refuse_unsupported(hf: dict):
+    """ValueError, by name, for what a config.json asks and this file does not do."""
+    if hf.get("model_type") not in ARCHITECTURES:
+        raise ValueError(f"model_type {hf.get('model_type')!r} is not supported: use one of {sorted(ARCHITECTURES)}")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = hf.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default" if key == "rope_parameters" or not rope else None))
+        if kind != "default":
+            raise ValueError(f"{key} of type {kind!r} is not supported: only plain RoPE (null or 'default') is")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} in {key} is not supported")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {hf['hidden_act']!r} is not supported: only 'silu' is")
+    if hf.get("quantization_config"):
+        raise ValueError("quantization_config is not supported: take the unquantised checkpoint")
+    layers = hf.get("layer_types")  # newer configs say it per layer, older ones by the first layer that slides
+    if layers is None and hf.get("use_sliding_window") and hf.get("sliding_window"):
+        layers = ["sliding_attention"] * (hf.get("num_hidden_layers", 0) - hf.get("max_window_layers", 28))
+    odd = sorted(set(layers or []) - {"full_attention"})
+    if odd:
+        raise ValueError(f"layers of type {', '.join(odd)} (use_sliding_window, layer_types) are not supported: "
+                         "every layer must be full_attention")
+
+
+# ----------------------------------------------------------------------------- model
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for bf16, fp16 and fp32; fp64 stays fp64, so that exact tests can run in it."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rope_cos_sin(input_pos, head_dim: int, base: float, dtype: torch.dtype):
+    """cos, sin of shape (1, T, D/2), or (B, 1, T, D/2) when the rows have their own positions: both broadcast over
+    (B, H, T, D/2). Angles are taken in fp64: at position 131,072 an fp32 angle is already off by 0.004 radians."""
+    exponent = torch.arange(0, head_dim, 2, device=input_pos.device, dtype=torch.float64) / head_dim  # (D/2,)
+    angle = input_pos.to(torch.float64)[..., None] * base ** -exponent  # (T, D/2) or (B, T, D/2)
+    angle = angle.unsqueeze(-3)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def apply_rotary_emb(x, cos, sin):
+    """Rotate x (B, H, T, D), pairing channel i with i + D/2; computed in the dtype of cos, returned in that of x."""
+    x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)  # 2 x (B, H, T, D/2)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)  # (B, H, T, D)
+
+
+def causal_attend(layer, q, k, v):
+    """Dense causal attention: q (B, H, T, D), k and v (B, H_kv, T, D) -> (B, H, T, D)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in fp32 and rounded once, in the dtype it came in."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        acc = accumulation_dtype(x.dtype)
+        return F.rms_norm(x.to(acc), self.weight.shape, self.weight.to(acc), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections, q/k-norm and RoPE; the attention itself is `attend`'s."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim, bias = config.head_dim, config.attention_bias
+        q_dim, kv_dim = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        self.q_proj = nn.Linear(config.n_embd, q_dim, bias=bias)
+        self.k_proj = nn.Linear(config.n_embd, kv_dim, bias=bias)
+        self.v_proj = nn.Linear(config.n_embd, kv_dim, bias=bias)
+        self.o_proj = nn.Linear(q_dim, config.n_embd, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def qkv(self, x, cos, sin):
+        """x (B, T, C) -> q (B, H, T, D), k and v (B, H_kv, T, D), all of one dtype, as a cache would hold them."""
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D)
+        return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin), v.transpose(1, 2)
+
+    def forward(self, x, cos, sin, attend, layer):
+        q, k, v = self.qkv(x, cos, sin)
+        y = attend(layer, q, k, v)  # (B, H, T, D)
+        return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.n_embd, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.n_embd, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.n_embd, bias=config.mlp_bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Knows nothing of its own depth, so one compiled block serves all layers; `layer` only passes through."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin, attend, layer):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))  # (B, T, C)
+
+
+class Transformer(nn.Module):
+    """The decoder. A caller may set `scorers`, an nn.ModuleList with one module per layer: it then trains, shards and
+    moves with the model, while the base weights keep their names and save_model writes the base alone."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.checkpoint_blocks = False  # recompute each block in the backward: time for memory
+        self.model = nn.ModuleDict(dict(
+            embed_tokens=nn.Embedding(config.vocab_size, config.n_embd),
+            layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            norm=RMSNorm(config.n_embd, config.norm_eps)))
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        for name, parameter in self.named_parameters():  # GPT-2's init; norms stay at one
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))  # each layer adds two to the stream
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02)
+
+    def rope(self, input_pos):
+        """cos, sin for absolute positions (T,) or (B, T): what a caller needs to run a Block by itself."""
+        dtype = accumulation_dtype(self.model.embed_tokens.weight.dtype)
+        return rope_cos_sin(input_pos, self.config.head_dim, self.config.rope_base, dtype)
+
+    def forward(self, idx, attend, input_pos=None):
+        """idx (B, T) int64 -> hidden (B, T, C), after the final norm.
+        attend(layer: int, q (B, H, T, D), k (B, H_kv, T, D), v) -> (B, H, T, D), with q and k normed and rotated;
+        input_pos (T,) or (B, T) int64: absolute positions, 0 .. T-1 when None."""
+        if input_pos is None:
+            input_pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
+        cos, sin = self.rope(input_pos)
+        x = self.model.embed_tokens(idx)  # (B, T, C)
+        for layer, block in enumerate(self.model.layers):
+            if self.checkpoint_blocks and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, attend, layer, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, attend, layer)
+        return self.model.norm(x)
+
+    def unembed(self, hidden):
+        """hidden (..., C) -> logits (..., V)."""
+        head = self.model.embed_tokens if self.config.tie_embeddings else self.lm_head
+        return F.linear(hidden, head.weight)
+
+
+# ----------------------------------------------------------------------------- checkpoints
+
+def save_model(model: Transformer, folder, dtype: torch.dtype = torch.bfloat16):
+    """Write config.json and model.safetensors, base weights only, under temporary names and then renamed: a reader
+    sees the old file or the new one. Compile blocks in place (block.compile()), or their names change and we refuse."""
+    from safetensors.torch import save_file
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()
+               if not name.startswith("scorers.")}
+    compare_names(expected_shapes(model.config), {n: list(t.shape) for n, t in tensors.items()}, "the model to save")
+    config = replace(model.config, dtype=str(dtype).removeprefix("torch."))
+    weights, settings = (folder / f"{name}.{os.getpid()}.tmp" for name in ("model.safetensors", "config.json"))
+    try:
+        save_file(tensors, weights, metadata={"format": "pt"})
+        settings.write_text(json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n")
+        os.replace(weights, folder / "model.safetensors")
+        os.replace(settings, folder / "config.json")
+    finally:
+        weights.unlink(missing_ok=True)
+        settings.unlink(missing_ok=True)
+
+
+def load_model(folder, device="cpu", dtype: torch.dtype = torch.float32) -> Transformer:
+    """Read a checkpoint folder: config.json with model.safetensors, or shards named by model.safetensors.index.json.
+    Names, shapes and file lengths are compared with the config before a weight is allocated or read; FileNotFoundError
+    or ValueError names what is wrong. Peak memory: the weights and one tensor."""
+    from safetensors import safe_open
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no checkpoint folder {str(folder)!r}: give a local folder with config.json and "
+                                "model.safetensors")
+    config = ModelConfig.from_dict(read_json(folder / "config.json"))
+    headers = {file: read_header(folder / file) for file in weight_files(folder)}
+    found, where = {}, {}
+    for file, header in headers.items():
+        for name, entry in header.items():
+            if name in where:
+                raise ValueError(f"{name} is stored twice, in {where[name]} and in {file}")
+            if not name.endswith(".rotary_emb.inv_freq"):  # old Llama files keep this table; we compute it
+                found[name], where[name] = entry["shape"], file
+            if entry["dtype"] not in ("F64", "F32", "F16", "BF16"):
+                raise ValueError(f"{name} in {file} is stored as {entry['dtype']}: only floating point weights load")
+    expected = expected_shapes(config)
+
+    def read(name):
+        with safe_open(folder / where[name], framework="pt") as handle:
+            return handle.get_tensor(name)
+
+    tied_head = config.tie_embeddings and "lm_head.weight" in found
+    if tied_head:  # some tools store the tied head as well; harmless as long as it is the embedding
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    compare_names(expected, found, str(folder))
+    if tied_head:
+        head, embedding = read("lm_head.weight"), read("model.embed_tokens.weight")
+        if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            raise ValueError(f"{folder}: config.json ties the head to the embedding, but lm_head.weight differs from "
+                             "model.embed_tokens.weight: set tie_word_embeddings to false or drop lm_head.weight")
+        del head, embedding
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read(name))
+    return model
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The safetensors files of a checkpoint, or one sentence that says how to get some."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map", {})
+        files = sorted(set(weight_map.values()))
+        gone = [file for file in files if not (folder / file).is_file()]
+        if gone:
+            names = [name for name, file in weight_map.items() if file in gone]
+            raise FileNotFoundError(f"{folder} lacks {listed(gone)}, which {index.name} gives for {listed(names)}")
+        return files
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        raise ValueError(f"{folder} holds a pickle ({listed(pickles)}), which can run any code when opened: convert "
+                         "it with torch.load(file, weights_only=True) and safetensors.torch.save_file")
+    raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+
+
+def read_header(path: Path) -> dict:
+    """Header of a safetensors file: {name: {dtype, shape, data_offsets}}; ValueError when the file is cut short."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"{path} is truncated or no safetensors file: its header does not fit in {size} bytes")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            cut = [name for name, entry in header.items() if 8 + length + entry["data_offsets"][1] > size]
+        except (ValueError, AttributeError, TypeError, KeyError, IndexError):
+            raise ValueError(f"{path} is no safetensors file: its header is not readable") from None
+    if cut:
+        raise ValueError(f"{path} is truncated: the data of {listed(cut)} end after its {size} bytes; fetch it again")
+    return header
+
+
+def read_json(path: Path) -> dict:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}")
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content
+
+
+def expected_shapes(config: ModelConfig) -> dict:
+    with torch.device("meta"):
+        return {name: list(parameter.shape) for name, parameter in Transformer(config).named_parameters()}
+
+
+def compare_names(expected: dict, found: dict, where: str):
+    """ValueError with every missing, extra and mis-shaped tensor in one sentence."""
+    shaped = [f"{name} {found[name]} instead of {expected[name]}" for name in expected
+              if name in found and found[name] != expected[name]]
+    problems = [f"{label} {listed(names)}" for label, names in
+                (("missing", [n for n in expected if n not in found]),
+                 ("extra", [n for n in found if n not in expected]), ("mis-shaped", shaped)) if names]
+    if problems:
+        raise ValueError(f"{where} does not fit its config: {'; '.join(problems)}")
+
+
+def listed(names: list, most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
