@@ -1,0 +1,528 @@
+"""
+Every eviction policy as a scorer: keys and values in, one fp32 score per token and KV head out, higher = keep.
+
+Departures from the plain thing:
+- A scorer only scores. Budget, ranking, masks and the cache live elsewhere, so a new policy is one class here.
+- Each scorer has two forms that must agree: `forward` over a whole sequence (training, prefill) and `step` for one token
+  with an explicit state (decode). A third party can check either against the other.
+- Scoring is delayed: token u is scored once, at query u + window, when it leaves the window and is kept or dropped for ever.
+- Inputs are the *cached* keys (after RoPE and q/k-norm) and values, detached: the retention loss never reaches the base model.
+- The mLSTM ("kvpop") reads with its feature shifted by `window`, has no output gate and no max() normaliser, and runs without
+  any loop over chunks: the chunk-to-chunk recurrence is one lower-triangular decay matrix times the per-chunk updates.
+- All arithmetic is fp32 (fp64 if the module is fp64), whatever autocast says.
+
+Letters: B batch, T tokens, H_kv KV heads, D head_dim, n chunks of L tokens. Method: KVpop, arXiv 2607.05061, App. A and E.
+"""
+
+import inspect
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+POLICIES = ("dense", "streaming", "random", "knorm", "kvpop-mlp", "kvpop", "oracle")
+FLOOR = -1e30  # "log of nothing": a finite stand-in for -inf, because -inf - (-inf) is NaN
+TINY = 1e-30  # smallest denominator; phi(q).n itself gets as small as 4e-22, so 1e-6 or 1e-20 would change scores
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the mLSTM without its projections, in two forms
+
+
+def mlstm_recurrent(q, k, v, ig, lf):
+    """The specification: C = f C + i k v^T, n = f n + i k, h = q C / q n, written as the loop it is (arXiv 2405.04517).
+
+    q, k (B, H, T, Dk) with positive features, v (B, H, T, Dv), ig and lf = log f (B, H, T). Returns h (B, H, T, Dv), C, n.
+    No stabiliser, so call it in fp64; slow on purpose, used by the tests only.
+    """
+    C = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])  # (B, H, Dk, Dv)
+    n = q.new_zeros(*q.shape[:2], q.shape[-1])  # (B, H, Dk)
+    h = []
+    for t in range(q.shape[2]):
+        i, f = ig[:, :, t, None].exp(), lf[:, :, t, None].exp()  # (B, H, 1)
+        C = f[..., None] * C + (i * k[:, :, t])[..., None] * v[:, :, t, None, :]
+        n = f * n + i * k[:, :, t]
+        den = (q[:, :, t] * n).sum(-1, keepdim=True)
+        h.append((q[:, :, t, None, :] @ C).squeeze(-2) / den.clamp(min=TINY))
+    return torch.stack(h, dim=2), C, n
+
+
+def _sums_after(z):
+    """(..., n) -> (..., n, n): entry [i, j] is the sum of z over j < u <= i (0 where j >= i).
+
+    A masked cumulative sum and not the difference of two global ones: those cancel when a gate nearly closes.
+    It is a scan and never a matmul, so TF32 cannot touch the exponents.
+    """
+    size = z.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=z.device).tril(-1)  # [u, j]: u > j
+    return z[..., :, None].masked_fill(~later, 0.0).cumsum(-2)
+
+
+def mlstm_chunkwise(q, k, v, ig, lf, chunk=64):
+    """The same function without a loop, and safe for gates from closed to wide open.
+
+    Shapes as in `mlstm_recurrent`; dtype fp32 or fp64. Any T: the tail is padded with tokens that neither enter nor decay.
+    Returns h (B, H, T, Dv) and the state after the last token: C (B, H, Dk, Dv) and n (B, H, Dk), both divided by exp(m),
+    m (B, H). h does not depend on the stabilisers m, so they are constants in the backward pass. chunk >= T is the
+    fully parallel form. Peak memory: the n updates of Dk x Dv per head, twice.
+    """
+    T, (dk, dv) = q.shape[2], (k.shape[-1], v.shape[-1])
+    L = min(chunk, T)
+    n = -(-T // L)
+    pad = n * L - T
+    q, k, v = (F.pad(z, (0, 0, 0, pad)).unflatten(2, (n, L)) for z in (q, k, v))  # (B, H, n, L, .)
+    ig = F.pad(ig, (0, pad), value=FLOOR).unflatten(2, (n, L))  # (B, H, n, L)
+    lf = F.pad(lf, (0, pad)).unflatten(2, (n, L))  # (B, H, n, L)
+
+    # within a chunk: weight[i, j] = exp(ig_j + sum of lf over j < u <= i) for j <= i
+    upper = torch.ones(L, L, dtype=torch.bool, device=q.device).triu(1)
+    weight = (_sums_after(lf) + ig[..., None, :]).masked_fill(upper, -math.inf)  # (B, H, n, L, L), a log
+    since = lf.cumsum(-1)  # (B, H, n, L): decay of the incoming state, token i included
+
+    # what each chunk adds to the state at its own end: the last row of `weight`
+    last = weight[..., -1, :]  # (B, H, n, L)
+    m_add = last.detach().amax(-1)  # (B, H, n)
+    scaled = k * (last - m_add[..., None]).exp()[..., None]  # (B, H, n, L, Dk)
+    C_add = (scaled.mT @ v).flatten(-2)  # (B, H, n, Dk * Dv)
+    n_add = scaled.sum(-2)  # (B, H, n, Dk)
+
+    # from chunk to chunk: state[c] = sum over chunks p < c; row 0 is the zero state, row n the final one
+    upper = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+    carry = (_sums_after(since[..., -1]) + m_add[..., None, :]).masked_fill(upper, -math.inf)  # (B, H, n, n), a log
+    carry = F.pad(carry, (0, 0, 1, 0), value=-math.inf)  # (B, H, n + 1, n)
+    m = carry.detach().amax(-1).clamp(min=FLOOR)  # (B, H, n + 1); without the floor row 0 would be -inf - -inf = NaN
+    carry = (carry - m[..., None]).exp()
+    C = (carry @ C_add).unflatten(-1, (dk, dv))  # (B, H, n + 1, Dk, Dv)
+    norm = carry @ n_add  # (B, H, n + 1, Dk)
+
+    # read: inside the chunk through `weight`, before it through the state the chunk started from
+    since = since + m[..., :-1, None]
+    m_read = torch.maximum(since.detach(), weight.detach().amax(-1))  # (B, H, n, L)
+    near = (q @ k.mT) * (weight - m_read[..., None]).exp()  # (B, H, n, L, L)
+    far = q * (since - m_read).exp()[..., None]  # (B, H, n, L, Dk)
+    num = near @ v + far @ C[:, :, :-1]  # (B, H, n, L, Dv)
+    den = near.sum(-1) + (far * norm[:, :, :-1, None]).sum(-1)  # (B, H, n, L)
+    h = num / den.clamp(min=TINY)[..., None]  # clamp first: a 0/0 poisons gradients even in rows that are sliced off
+    return h.flatten(2, 3)[:, :, :T], C[:, :, -1], norm[:, :, -1], m[:, :, -1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the common shape of a policy
+
+
+class Scorer(nn.Module):
+    """Base class: dtype, detaching, padding and the window's edge are handled here, a policy fills in `score_all`, `score_one`.
+
+    Attributes: name (policy), n_kv_head, head_dim, layer, state_entries (int: budget entries that the state costs),
+    delayed (True: the score of t also reads tokens up to t + window), window (the one it was made for; None = any).
+    """
+
+    name, delayed = "", False
+
+    def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0):
+        super().__init__()
+        self.n_kv_head, self.head_dim, self.layer, self.seed = n_kv_head, head_dim, layer, seed
+        self.window = None  # learned scorers overwrite it: they only know what they were trained on
+        self.state_entries = state_entries(self.name, head_dim)
+        self.options = {"seed": seed}
+
+    def extra_repr(self):
+        return f"{self.name}, layer={self.layer}, n_kv_head={self.n_kv_head}, head_dim={self.head_dim}, window={self.window}"
+
+    def work_dtype(self, like):
+        """fp64 if the parameters (without any: the input) are fp64, else fp32."""
+        dtype = next((p.dtype for p in self.parameters()), like.dtype)
+        return torch.float64 if dtype == torch.float64 else torch.float32
+
+    def forward(self, k, v, lengths=None, return_state=False):
+        """Scores of a whole sequence: k, v (B, H_kv, T, D), any float dtype -> (B, H_kv, T) fp32 [, state].
+
+        scores[..., t] is the score of token t as it is read at query t + window. Entries that have not left the window
+        (t >= T - window) carry none and are 0.0; policies with window None score those too.
+        lengths (B,) int64: rows are right-padded; T becomes the row's own length, pads score 0.0 and reach nothing, whatever
+        they hold. state: dict of tensors after each row's last real token, as `step` takes it ({} if stateless).
+        """
+        B, T = k.shape[0], k.shape[2]
+        if k.shape != v.shape or k.shape[1] != self.n_kv_head or k.shape[3] != self.head_dim:
+            raise ValueError(f"scorer {self.name} wants keys and values (B, {self.n_kv_head}, T, {self.head_dim}), "
+                             f"got {tuple(k.shape)} and {tuple(v.shape)}")
+        pos = torch.arange(T, device=k.device)
+        real = None if lengths is None else pos < lengths[:, None]  # (B, T)
+        with torch.autocast(k.device.type, enabled=False):
+            k, v = (z.detach().to(self.work_dtype(z)) for z in (k, v))
+            if real is not None:  # zeroed, not only weighted by 0: 0 * inf is NaN, in the backward pass too
+                k, v = (z.masked_fill(~real[:, None, :, None], 0.0) for z in (k, v))
+            scores, state = self.score_all(k, v, real)  # (B, H_kv, T), dict
+        left = pos + (self.window or 0) < (T if lengths is None else lengths[:, None])  # (T,) or (B, T)
+        scores = scores.masked_fill(~left.expand(B, T)[:, None], 0.0)
+        return (scores, state) if return_state else scores
+
+    def init_state(self, batch, device, dtype=torch.float32):
+        """The state before the first token: dict of tensors ({} if stateless)."""
+        return {}
+
+    def step(self, state, k, v, k_leave, v_leave, leave_pos):
+        """One decode step at query q: k, v (B, H_kv, D) are token q, taken into the state first; k_leave, v_leave
+        (B, H_kv, D) and leave_pos (B,) int64 are the token that leaves the window, u = q - window.
+
+        Returns the score of token u, (B, H_kv) fp32, and the new state. Rows with leave_pos < 0 have no such token yet:
+        their score means nothing but is finite.
+        """
+        with torch.autocast(k.device.type, enabled=False):
+            k, v, k_leave, v_leave = (z.detach().to(self.work_dtype(z)) for z in (k, v, k_leave, v_leave))
+            none = (leave_pos < 0)[:, None, None]
+            k_leave, v_leave = k_leave.masked_fill(none, 0.0), v_leave.masked_fill(none, 0.0)
+            return self.score_one(state, k, v, k_leave, v_leave, leave_pos)
+
+    def score_all(self, k, v, real):
+        raise NotImplementedError(f"policy {self.name} has no parallel form")
+
+    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
+        raise NotImplementedError(f"policy {self.name} has no one-step form")
+
+    def log_gamma(self):
+        """Decay per token of age, (H_kv,) fp32 < 0, or None for policies without it."""
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# policies without parameters
+
+
+class Streaming(Scorer):
+    """Equal scores: "the newer wins a tie" then keeps sinks and the most recent tokens (StreamingLLM, arXiv 2309.17453,
+    but at absolute positions)."""
+
+    name = "streaming"
+
+    def score_all(self, k, v, real):
+        return k.new_zeros(k.shape[:3]), {}
+
+    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
+        return k.new_zeros(k.shape[:2]), state
+
+
+def _mix(x):
+    """A 32-bit integer hash on int64 (tensor or int). Both multipliers are below 2^31, so no product leaves int64."""
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x045D9F3B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def hash_uniform(seed, layer, n_head, pos):
+    """Counter-based noise: pos (..., T) int64 -> (..., n_head, T) fp32 in [0, 1), a pure function of its arguments.
+
+    The same bits on every device and in both forms of a scorer, which no stateful generator can promise."""
+    h = torch.arange(n_head, device=pos.device)[:, None]  # (n_head, 1)
+    h = _mix(_mix(_mix(seed + 0x9E3779B9) ^ _mix(layer + 0x3C6EF372)) ^ _mix(h + 0x1B873593))
+    h = _mix(h ^ _mix(pos[..., None, :] + 0x2545F491))  # (..., n_head, T)
+    return (h >> 8).float() * 2.0**-24  # 24 bits: exact in fp32, never rounds up to 1.0
+
+
+class Random(Scorer):
+    """One number per (seed, layer, KV head, position), never redrawn: reservoir sampling of the past."""
+
+    name = "random"
+
+    def score_all(self, k, v, real):
+        pos = torch.arange(k.shape[2], device=k.device)
+        return hash_uniform(self.seed, self.layer, self.n_kv_head, pos).expand(k.shape[:3]), {}
+
+    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
+        return hash_uniform(self.seed, self.layer, self.n_kv_head, leave_pos[:, None]).squeeze(-1), state
+
+
+class KNorm(Scorer):
+    """-||k||_2: small keys stay (arXiv 2406.11430). RoPE keeps the norm; on Qwen3 it varies only through the k-norm gain."""
+
+    name = "knorm"
+
+    def score_all(self, k, v, real):
+        return -torch.linalg.vector_norm(k, dim=-1), {}
+
+    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
+        return -torch.linalg.vector_norm(k_leave, dim=-1), state
+
+
+class Oracle(Scorer):
+    """Scores handed in from outside through `scorer.scores = (B, H_kv, T)`, usually the future-attention targets:
+    the upper bound of what any scorer can do. Knows the future, so it has no one-step form."""
+
+    name = "oracle"
+    scores = None
+
+    def score_all(self, k, v, real):
+        if self.scores is None or self.scores.shape != k.shape[:3]:
+            got = None if self.scores is None else tuple(self.scores.shape)
+            raise ValueError(f"oracle of layer {self.layer}: set scorer.scores to a {tuple(k.shape[:3])} tensor first, "
+                             f"it is {got}")
+        return self.scores.detach().to(k), {}
+
+    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
+        raise ValueError("policy oracle needs the future, so it cannot decode; use it in the parallel form only")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# learned policies
+
+
+class LearnedScorer(Scorer):
+    """What the two learned scorers share: weights per KV head, input x = [k; v], a learned decay gamma_h.
+
+    log gamma_h = log gamma_min + sigmoid(alpha_h) (log gamma_max - log gamma_min), alpha_h = 0 at the start.
+    No score bias: rankings and the boundary loss see differences only, so it would never get a gradient.
+    """
+
+    def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, decay=True, gamma_min=0.999, gamma_max=0.999999):
+        super().__init__(n_kv_head, head_dim, window, layer, seed)
+        self.window = window
+        self.gamma_range = (math.log(gamma_min), math.log(gamma_max))
+        self.alpha = nn.Parameter(torch.zeros(n_kv_head, device="cpu")) if decay else None
+        # its own generator: the start depends on (seed, layer) and leaves the global stream alone
+        self.rng = torch.Generator().manual_seed(_mix(_mix(seed + 0x9E3779B9) ^ _mix(layer + 0x3C6EF372)))
+
+    def normal(self, *shape):
+        return torch.randn(self.n_kv_head, *shape, generator=self.rng, device="cpu")
+
+    def weight(self, name, like):
+        return getattr(self, name).to(like.dtype)
+
+    def per_head(self, x, name):
+        """x (B, H_kv, T, I) times the weight (H_kv, I, O) -> (B, H_kv, T, O)."""
+        return torch.einsum("bhti,hio->bhto", x, self.weight(name, x))
+
+    def log_gamma(self):
+        if self.alpha is None:
+            return None
+        low, high = self.gamma_range
+        return low + torch.sigmoid(self.alpha.to(self.work_dtype(self.alpha))) * (high - low)
+
+
+def mlstm_param_count(head_dim, skip_width):
+    """Parameters per KV head of `MLSTM` without alpha: three projections, two gates with bias, read vector, skip path."""
+    return 3 * 2 * head_dim * (head_dim // 2) + 2 * (2 * head_dim + 1) + head_dim // 2 + (2 * head_dim + 1) * skip_width
+
+
+class MLP(LearnedScorer):
+    """kvpop-mlp: c^T SiLU(W x + b) per KV head, stateless. The hidden width follows from the mLSTM's parameter count with its
+    skip path at the same head_dim, so that comparing the two compares memory and not size. c = 0: equal scores at the start.
+    """
+
+    name = "kvpop-mlp"
+
+    def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, hidden=None, **options):
+        super().__init__(n_kv_head, head_dim, window, layer, seed, **options)
+        x_dim = 2 * head_dim
+        hidden = hidden or round(mlstm_param_count(head_dim, head_dim) / (x_dim + 2))
+        self.w_hidden = nn.Parameter(self.normal(x_dim, hidden) / x_dim**0.5)
+        self.b_hidden = nn.Parameter(torch.zeros(n_kv_head, hidden, device="cpu"))
+        self.w_score = nn.Parameter(torch.zeros(n_kv_head, hidden, 1, device="cpu"))
+
+    def score(self, x):
+        z = self.per_head(x, "w_hidden") + self.weight("b_hidden", x)[:, None]  # (B, H_kv, T, hidden)
+        return self.per_head(F.silu(z), "w_score").squeeze(-1)  # (B, H_kv, T)
+
+    def score_all(self, k, v, real):
+        return self.score(torch.cat([k, v], dim=-1)), {}
+
+    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
+        x = torch.cat([k_leave, v_leave], dim=-1)[:, :, None]  # (B, H_kv, 1, 2D)
+        return self.score(x).squeeze(-1), state
+
+
+class MLSTM(LearnedScorer):
+    """kvpop: an mLSTM per KV head that takes in every token and reads each one when it leaves the window (App. A, E).
+
+        score_u = a^T SiLU(h_u) + c^T SiLU(W_s x_u),   h_u = phi(q_u)^T C_q / phi(q_u)^T n_q,   q = u + window
+        phi(z) = [softmax(z); softmax(-z)] (Hedgehog), i = exp(a_i), f = sigmoid(a_f), a = 15 tanh(linear(x) / 15)
+
+    Features are positive, so h is a convex mix of past values. State per row and head: C (D, D/2), n (D), m (1), fp32.
+    Start: W_q = W_k = random orthonormal columns on the key half of x, W_v the same on the value half. Orthonormal keeps the
+    RMS of a key in its features at every head_dim (softmax logits of order 1 for normed keys: neither flat nor one-hot), and
+    W_q = W_k makes a token read the values of keys like its own. a = c = 0: equal scores, so with decay it begins as
+    StreamingLLM. Gate weights 0, input bias 0, forget bias 5..8 over heads: memory of 150..3000 tokens (the usual 3..6
+    would have forgotten a token before its delayed read), a little less at the long end through the soft cap.
+    skip_width (default D, 0 = none); delay: None = window, 0 = read at the token's own time (parallel form only).
+    """
+
+    name = "kvpop"
+
+    def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=64, soft_cap=15.0, delay=None,
+                 **options):
+        super().__init__(n_kv_head, head_dim, window, layer, seed, **options)
+        if head_dim % 2:
+            raise ValueError(f"policy kvpop splits head_dim in two halves, so it must be even, got {head_dim}")
+        if delay not in (None, 0, window):
+            raise ValueError(f"policy kvpop: delay must be the window ({window}) or 0, got {delay}")
+        D, half = head_dim, head_dim // 2
+        self.chunk, self.soft_cap, self.delay = chunk, soft_cap, window if delay is None else delay
+        self.delayed = self.delay > 0
+        skip_width = D if skip_width is None else skip_width
+        basis = lambda: torch.linalg.qr(self.normal(D, half)).Q  # (H_kv, D, D/2), orthonormal columns
+        on_key = F.pad(basis(), (0, 0, 0, D))  # (H_kv, 2D, D/2)
+        self.w_q, self.w_k = nn.Parameter(on_key.clone()), nn.Parameter(on_key.clone())
+        self.w_v = nn.Parameter(F.pad(basis(), (0, 0, D, 0)))
+        self.w_gate = nn.Parameter(torch.zeros(n_kv_head, 2 * D, 2, device="cpu"))  # input gate, forget gate
+        forget = torch.linspace(5.0, 8.0, n_kv_head, device="cpu")
+        self.b_gate = nn.Parameter(torch.stack([torch.zeros_like(forget), forget], dim=-1))  # (H_kv, 2)
+        self.w_score = nn.Parameter(torch.zeros(n_kv_head, half, 1, device="cpu"))  # a
+        self.w_skip = nn.Parameter(self.normal(2 * D, skip_width) / (2 * D) ** 0.5)  # W_s
+        self.w_skip_score = nn.Parameter(torch.zeros(n_kv_head, skip_width, 1, device="cpu"))  # c
+
+    @staticmethod
+    def phi(z):
+        return torch.cat([z.softmax(-1), (-z).softmax(-1)], dim=-1)  # (..., D/2) -> (..., D), positive
+
+    def write(self, x):
+        """x (B, H_kv, T, 2D) -> features k (.., T, D), values (.., T, D/2), input gate and log forget gate (.., T)."""
+        gate = self.per_head(x, "w_gate") + self.weight("b_gate", x)[:, None]  # (B, H_kv, T, 2)
+        if self.soft_cap:
+            gate = self.soft_cap * torch.tanh(gate / self.soft_cap)
+        ig, lf = gate[..., 0], F.logsigmoid(gate[..., 1])
+        return self.phi(self.per_head(x, "w_k")), self.per_head(x, "w_v"), ig, lf
+
+    def score(self, h, x):
+        """What was read, h (B, H_kv, T, D/2), and the token itself, x (B, H_kv, T, 2D) -> (B, H_kv, T)."""
+        skip = self.per_head(F.silu(self.per_head(x, "w_skip")), "w_skip_score")
+        return (self.per_head(F.silu(h), "w_score") + skip).squeeze(-1)
+
+    def score_all(self, k, v, real):
+        x, T = torch.cat([k, v], dim=-1), k.shape[2]
+        k_feat, value, ig, lf = self.write(x)
+        if real is not None:  # a pad neither enters the state nor lets it decay
+            ig, lf = ig.masked_fill(~real[:, None], FLOOR), lf.masked_fill(~real[:, None], 0.0)
+        delay = min(self.delay, T)
+        q_feat = F.pad(self.phi(self.per_head(x, "w_q")), (0, 0, delay, 0))[:, :, :T]  # q reads for token q - delay
+        h, C, n, m = mlstm_chunkwise(q_feat, k_feat, value, ig, lf, self.chunk)  # (B, H_kv, T, D/2), state
+        scores = self.score(h[:, :, delay:], x[:, :, : T - delay])  # (B, H_kv, T - delay)
+        return F.pad(scores, (0, delay)), {"C": C, "n": n, "m": m}
+
+    def init_state(self, batch, device, dtype=torch.float32):
+        head = dict(size=(batch, self.n_kv_head), device=device, dtype=dtype)
+        C = torch.zeros(batch, self.n_kv_head, self.head_dim, self.head_dim // 2, device=device, dtype=dtype)
+        return {"C": C, "n": torch.zeros_like(C[..., 0]), "m": torch.full(fill_value=FLOOR, **head)}
+
+    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
+        if not self.delayed:  # the score would be token q's, and nothing here keeps it until q leaves the window
+            raise ValueError("policy kvpop with delay=0 has no one-step form; use it in the parallel form only")
+        k_feat, value, ig, lf = (z.squeeze(2) for z in self.write(torch.cat([k, v], dim=-1)[:, :, None]))
+        m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
+        f, i = (lf + state["m"] - m).exp()[..., None], (ig - m).exp()[..., None]  # (B, H_kv, 1)
+        C = f[..., None] * state["C"] + (i * k_feat)[..., None] * value[..., None, :]  # (B, H_kv, D, D/2)
+        n = f * state["n"] + i * k_feat  # (B, H_kv, D)
+        x_leave = torch.cat([k_leave, v_leave], dim=-1)[:, :, None]  # (B, H_kv, 1, 2D): from the cache, no ring of features
+        q_feat = self.phi(self.per_head(x_leave, "w_q"))  # (B, H_kv, 1, D)
+        h = (q_feat @ C) / (q_feat @ n[..., None]).clamp(min=TINY)  # (B, H_kv, 1, D/2)
+        return self.score(h, x_leave).squeeze(-1), {"C": C, "n": n, "m": m}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# making, saving, loading
+
+_CLASSES = {c.name: c for c in (Streaming, Random, KNorm, Oracle, MLP, MLSTM)}
+
+
+def state_entries(policy, head_dim):
+    """Budget entries (one bf16 key and value, 4 D bytes) that the policy's own state costs: kvpop's C is D x D/2 in fp32,
+    that is D/2 entries, and its normaliser n one more. The others keep nothing. Unknown policy: ValueError."""
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy '{policy}'; choose one of: {', '.join(POLICIES)}")
+    return head_dim // 2 + 1 if policy == "kvpop" else 0
+
+
+def make_scorer(policy, *, n_kv_head, head_dim, window, layer, seed=0, **options):
+    """A scorer for one layer, on CPU in fp32. Options are the keyword arguments of the policy's class.
+
+    ValueError: unknown policy or option, `dense` (it evicts nothing), window < 1."""
+    state_entries(policy, head_dim)  # refuses an unknown name
+    if policy == "dense":
+        raise ValueError("policy dense keeps every token, so it has no scorer; run it without one")
+    if window is not None and window < 1:
+        raise ValueError(f"window counts the query itself, so it must be at least 1, got {window}")
+    cls = _CLASSES[policy]
+    known = {n for c in cls.__mro__ if "__init__" in vars(c) and issubclass(c, Scorer)
+             for n in inspect.signature(c.__init__).parameters} - {"self", "options"}
+    if unknown := sorted(set(options) - known):
+        fixed = ("n_kv_head", "head_dim", "window", "layer", "seed")
+        names = ", ".join(sorted(known.difference(fixed))) or "none"
+        raise ValueError(f"policy {policy} has no option '{unknown[0]}'; it knows: {names}")
+    scorer = cls(n_kv_head, head_dim, window, layer, seed, **options)
+    scorer.options = {"seed": seed, **options}
+    return scorer
+
+
+def check_window(scorers, window):
+    """ValueError when a learned scorer was trained with another window than the cache is to have."""
+    for s in scorers:
+        if s.window is not None and s.window != window:
+            raise ValueError(f"the {s.name} scorer of layer {s.layer} was trained with window {s.window}, not {window}; "
+                             f"use window {s.window} or train another")
+
+
+def save_scorers(scorers, folder, spec_dict):
+    """Write scorer.safetensors (fp32, whatever the dtype in use) and scorer.json; both appear whole or not at all.
+
+    spec_dict must hold n_sink, window and budget; it is stored beside policy, n_layer, n_kv_head, head_dim and options."""
+    from safetensors.torch import save_file
+
+    first = scorers[0]
+    for key in ("n_sink", "window", "budget"):
+        if key not in spec_dict:
+            raise ValueError(f"save_scorers: the settings lack '{key}'")
+    if any((s.name, s.options) != (first.name, first.options) for s in scorers):
+        raise ValueError("save_scorers: all layers must have the same policy and options")
+    check_window(scorers, spec_dict["window"])
+    settings = {"policy": first.name, "n_layer": len(scorers), "n_kv_head": first.n_kv_head, "head_dim": first.head_dim,
+                **spec_dict, "options": first.options}
+    tensors = {f"{i}.{name}": p.detach().float().cpu().contiguous().clone()
+               for i, s in enumerate(scorers) for name, p in s.named_parameters()}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "scorer.safetensors.tmp", metadata={"format": "pt"})
+    os.replace(folder / "scorer.safetensors.tmp", folder / "scorer.safetensors")
+    (folder / "scorer.json.tmp").write_text(json.dumps(settings, indent=2) + "\n")
+    os.replace(folder / "scorer.json.tmp", folder / "scorer.json")
+
+
+def load_scorers(folder):
+    """-> (ModuleList with one scorer per layer, on CPU in fp32; settings dict of scorer.json).
+
+    FileNotFoundError: a file is missing. ValueError: a pickle in its place, an unreadable file, and every tensor that is
+    missing, unknown or of another shape or dtype, by name, before any is read."""
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(folder)
+    path = folder / "scorer.safetensors"
+    if not path.is_file():
+        pickles = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
+        if pickles:
+            raise ValueError(f"{folder / pickles[0]} is a pickle, which can run code when loaded; convert it to safetensors")
+        raise FileNotFoundError(f"no scorer in {folder}: scorer.safetensors is missing")
+    if not (folder / "scorer.json").is_file():
+        raise FileNotFoundError(f"no scorer in {folder}: scorer.json is missing")
+    try:
+        settings = json.loads((folder / "scorer.json").read_text())
+        args = {key: settings[key] for key in ("policy", "n_kv_head", "head_dim", "window")}
+        n_layer, options = settings["n_layer"], settings["options"]
+    except (json.JSONDecodeError, KeyError, TypeError) as err:
+        raise ValueError(f"{folder / 'scorer.json'} is not a scorer description: {err!r}") from None
+    scorers = nn.ModuleList(make_scorer(**args, layer=i, **options) for i in range(n_layer))
+    want = {name: list(p.shape) for name, p in scorers.named_parameters()}
+    try:
+        with safe_open(path, framework="pt") as f:
+            have = {name: (f.get_slice(name).get_shape(), f.get_slice(name).get_dtype()) for name in f.keys()}
+            wrong = [f"{n} is missing" for n in want if n not in have] + [f"{n} is not ours" for n in have if n not in want]
+            wrong += [f"{n} is {d} {s}, not F32 {want[n]}" for n, (s, d) in have.items()
+                      if n in want and (s, d) != (want[n], "F32")]
+            if wrong:
+                raise ValueError(f"{path} does not fit scorer.json: " + "; ".join(wrong))
+            tensors = {name: f.get_tensor(name) for name in have}
+    except SafetensorError as err:
+        raise ValueError(f"{path} is not a whole safetensors file ({err}); copy or convert it again") from None
+    scorers.load_state_dict(tensors)
+    return scorers, settings
