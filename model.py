@@ -371,18 +371,22 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_header(path: Path) -> dict:
-    """Header of a safetensors file: {name: {dtype, shape, data_offsets}}; ValueError when the file is cut short."""
+    """Header of a safetensors file: {name: {dtype, shape, data_offsets}}; ValueError when it is cut short or damaged."""
+    from safetensors import SafetensorError, safe_open
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{path} is truncated or no safetensors file: its header does not fit in {size} bytes")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            cut = [name for name, entry in header.items() if 8 + length + entry["data_offsets"][1] > size]
-        except (ValueError, AttributeError, TypeError, KeyError, IndexError):
-            raise ValueError(f"{path} is no safetensors file: its header is not readable") from None
+        raw = file.read(min(length, size))
+    if len(raw) < max(length, 1):
+        raise ValueError(f"{path} is truncated or no safetensors file: its header does not fit in {size} bytes")
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        cut = [name for name, entry in header.items() if 8 + length + entry["data_offsets"][1] > size]
+        if not cut:
+            safe_open(path, framework="pt").__exit__(None, None, None)  # the library's own checks; reads no weights
+    except (ValueError, AttributeError, TypeError, LookupError, SafetensorError) as error:
+        raise ValueError(f"{path} is no valid safetensors file: {error}") from None
     if cut:
         raise ValueError(f"{path} is truncated: the data of {listed(cut)} end after its {size} bytes; fetch it again")
     return header
