@@ -81,12 +81,13 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, hf: dict) -> "ModelConfig":
-        """From the keys of a Hugging Face config.json, older or newer spelling. Absent keys take HF's defaults.
+        """From the keys of a Hugging Face config.json, older or newer spelling. Absent keys take HF's defaults,
+        except that a missing head_dim is hidden_size / num_attention_heads.
         ValueError names whatever the model here would silently compute differently."""
         refuse_unsupported(hf)
         values = {ours: hf[theirs] for ours, theirs in HF_KEYS.items() if hf.get(theirs) is not None}
-        absent = [HF_KEYS[name] for name in ("vocab_size", "n_layer", "n_embd", "n_head", "intermediate_size")
-                  if name not in values]
+        absent = [HF_KEYS[name] for name in ("vocab_size", "n_layer", "n_embd", "n_head", "intermediate_size",
+                                             "max_seq_len") if name not in values]
         if absent:
             raise ValueError(f"config.json lacks {', '.join(absent)}")
         values.setdefault("n_kv_head", values["n_head"])
@@ -95,7 +96,6 @@ class ModelConfig:
                 raise ValueError(f"config.json has no head_dim, and hidden_size {values['n_embd']} is not a multiple "
                                  f"of num_attention_heads {values['n_head']}")
             values["head_dim"] = values["n_embd"] // values["n_head"]
-        values.setdefault("max_seq_len", {"llama": 2048, "qwen3": 32768}[hf["model_type"]])
         values.setdefault("tie_embeddings", False)
         bases = {float(base) for base in (hf.get("rope_theta"), (hf.get("rope_parameters") or {}).get("rope_theta"))
                  if base is not None}
@@ -371,13 +371,13 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_header(path: Path) -> dict:
-    """Header of a safetensors file: {name: {dtype, shape, data_offsets}}; ValueError when it is cut short or damaged."""
+    """Header of a safetensors file: {name: {dtype, shape, data_offsets}}; ValueError when cut short or damaged."""
     from safetensors import SafetensorError, safe_open
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         raw = file.read(min(length, size))
-    if len(raw) < max(length, 1):
+    if not raw or len(raw) < length:
         raise ValueError(f"{path} is truncated or no safetensors file: its header does not fit in {size} bytes")
     try:
         header = json.loads(raw)
@@ -420,5 +420,5 @@ def compare_names(expected: dict, found: dict, where: str):
         raise ValueError(f"{where} does not fit its config: {'; '.join(problems)}")
 
 
-def listed(names: list, most: int = 8) -> str:
+def listed(names: list, most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
