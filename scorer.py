@@ -1,20 +1,18 @@
 """
 Every eviction policy as a scorer: keys and values in, one fp32 score per token and KV head out, higher = keep.
 
-Departures from the plain thing:
-- A scorer only scores. Budget, ranking, masks and the cache live elsewhere, so a new policy is one class here.
-- Each scorer has two forms that must agree: `forward` over a whole sequence (training, prefill) and `step` for one token
-  with an explicit state (decode). A third party can check either against the other.
-- Scoring is delayed: token u is scored once, at query u + window, when it leaves the window and is kept or dropped for ever.
-- Inputs are the *cached* keys (after RoPE and q/k-norm) and values, detached: the retention loss never reaches the base model.
-- The mLSTM ("kvpop") reads with its feature shifted by `window`, has no output gate and no max() normaliser, and runs without
-  any loop over chunks: the chunk-to-chunk recurrence is one lower-triangular decay matrix times the per-chunk updates.
-- All arithmetic is fp32 (fp64 if the module is fp64), whatever autocast says.
+- A scorer only scores: budget, ranking, masks and the cache live elsewhere, so a new policy is one class here.
+- Two forms that must agree: `forward` over a sequence (training, prefill), `step` for one token (decode).
+- Delayed: token u is scored once, at query u + window, when it leaves the window and is kept or dropped for ever.
+- Inputs are the *cached* keys (after RoPE and q/k-norm) and values, detached: no gradient reaches the base model.
+- Departures of the mLSTM from the usual one: delayed read, positive features on q and k, no output gate, no max()
+  normaliser, and no loop over chunks (one lower-triangular decay matrix times the per-chunk updates).
+- Arithmetic is fp32 whatever autocast says, fp64 if the module is fp64.
 
-Letters: B batch, T tokens, H_kv KV heads, D head_dim, n chunks of L tokens. Method: KVpop, arXiv 2607.05061, App. A and E.
+Letters: B batch, T tokens, H_kv KV heads, D head_dim, n chunks of L tokens.
+Method: KVpop, arXiv 2607.05061, App. A and E.
 """
 
-import inspect
 import json
 import math
 import os
@@ -36,8 +34,9 @@ TINY = 1e-30  # smallest denominator; phi(q).n itself gets as small as 4e-22, so
 def mlstm_recurrent(q, k, v, ig, lf):
     """The specification: C = f C + i k v^T, n = f n + i k, h = q C / q n, written as the loop it is (arXiv 2405.04517).
 
-    q, k (B, H, T, Dk) with positive features, v (B, H, T, Dv), ig and lf = log f (B, H, T). Returns h (B, H, T, Dv), C, n.
-    No stabiliser, so call it in fp64; slow on purpose, used by the tests only.
+    q, k (B, H, T, Dk) with positive features, v (B, H, T, Dv), ig and lf = log f (B, H, T).
+    Returns h (B, H, T, Dv) and the last C (B, H, Dk, Dv), n (B, H, Dk). No stabiliser, so call it in fp64;
+    slow on purpose, for tests only.
     """
     C = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])  # (B, H, Dk, Dv)
     n = q.new_zeros(*q.shape[:2], q.shape[-1])  # (B, H, Dk)
@@ -65,10 +64,10 @@ def _sums_after(z):
 def mlstm_chunkwise(q, k, v, ig, lf, chunk=64):
     """The same function without a loop, and safe for gates from closed to wide open.
 
-    Shapes as in `mlstm_recurrent`; dtype fp32 or fp64. Any T: the tail is padded with tokens that neither enter nor decay.
-    Returns h (B, H, T, Dv) and the state after the last token: C (B, H, Dk, Dv) and n (B, H, Dk), both divided by exp(m),
-    m (B, H). h does not depend on the stabilisers m, so they are constants in the backward pass. chunk >= T is the
-    fully parallel form. Peak memory: the n updates of Dk x Dv per head, twice.
+    Shapes as in `mlstm_recurrent`; fp32 or fp64. Any T: the tail is filled with tokens that neither enter nor decay.
+    Returns h (B, H, T, Dv) and the state after the last token: C (B, H, Dk, Dv) and n (B, H, Dk), both divided by
+    exp(m), and m (B, H). h does not depend on the stabilisers m, so they are constants in the backward pass.
+    chunk >= T is the fully parallel form. Peak memory: the n updates of Dk x Dv per head, twice.
     """
     T, (dk, dv) = q.shape[2], (k.shape[-1], v.shape[-1])
     L = min(chunk, T)
@@ -115,7 +114,7 @@ def mlstm_chunkwise(q, k, v, ig, lf, chunk=64):
 
 
 class Scorer(nn.Module):
-    """Base class: dtype, detaching, padding and the window's edge are handled here, a policy fills in `score_all`, `score_one`.
+    """Base class: dtype, detaching, padding and the window's edge; a policy fills in `score_all` and `score_one`.
 
     Attributes: name (policy), n_kv_head, head_dim, layer, state_entries (int: budget entries that the state costs),
     delayed (True: the score of t also reads tokens up to t + window), window (the one it was made for; None = any).
@@ -123,15 +122,15 @@ class Scorer(nn.Module):
 
     name, delayed = "", False
 
-    def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0):
+    def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, **unknown):
         super().__init__()
+        if unknown:
+            raise ValueError(f"policy {self.name} has no option '{min(unknown)}': see class {type(self).__name__} "
+                             f"in scorer.py")
         self.n_kv_head, self.head_dim, self.layer, self.seed = n_kv_head, head_dim, layer, seed
         self.window = None  # learned scorers overwrite it: they only know what they were trained on
         self.state_entries = state_entries(self.name, head_dim)
         self.options = {"seed": seed}
-
-    def extra_repr(self):
-        return f"{self.name}, layer={self.layer}, n_kv_head={self.n_kv_head}, head_dim={self.head_dim}, window={self.window}"
 
     def work_dtype(self, like):
         """fp64 if the parameters (without any: the input) are fp64, else fp32."""
@@ -143,8 +142,10 @@ class Scorer(nn.Module):
 
         scores[..., t] is the score of token t as it is read at query t + window. Entries that have not left the window
         (t >= T - window) carry none and are 0.0; policies with window None score those too.
-        lengths (B,) int64: rows are right-padded; T becomes the row's own length, pads score 0.0 and reach nothing, whatever
-        they hold. state: dict of tensors after each row's last real token, as `step` takes it ({} if stateless).
+        lengths (B,) int64: rows are right-padded; T becomes the row's own length, pads score 0.0 and reach nothing,
+        whatever they hold. Compiled, call it with autocast off outside as well: Inductor runs the backward pass under the
+        autocast of the call (measured: 1e-2 error in the gradients). state: tensors after each row's last real token, as `step` takes them ({} if stateless).
+        ValueError: shapes that do not fit.
         """
         B, T = k.shape[0], k.shape[2]
         if k.shape != v.shape or k.shape[1] != self.n_kv_head or k.shape[3] != self.head_dim:
@@ -238,7 +239,7 @@ class Random(Scorer):
 
 
 class KNorm(Scorer):
-    """-||k||_2: small keys stay (arXiv 2406.11430). RoPE keeps the norm; on Qwen3 it varies only through the k-norm gain."""
+    """-||k||_2: small keys stay (arXiv 2406.11430). RoPE keeps norms; on Qwen3 only the k-norm gain varies them."""
 
     name = "knorm"
 
@@ -278,16 +279,18 @@ class LearnedScorer(Scorer):
     No score bias: rankings and the boundary loss see differences only, so it would never get a gradient.
     """
 
-    def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, decay=True, gamma_min=0.999, gamma_max=0.999999):
-        super().__init__(n_kv_head, head_dim, window, layer, seed)
+    def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, decay=True, gamma_min=0.999, gamma_max=0.999999,
+                 **unknown):
+        super().__init__(n_kv_head, head_dim, window, layer, seed, **unknown)
         self.window = window
         self.gamma_range = (math.log(gamma_min), math.log(gamma_max))
         self.alpha = nn.Parameter(torch.zeros(n_kv_head, device="cpu")) if decay else None
-        # its own generator: the start depends on (seed, layer) and leaves the global stream alone
-        self.rng = torch.Generator().manual_seed(_mix(_mix(seed + 0x9E3779B9) ^ _mix(layer + 0x3C6EF372)))
 
-    def normal(self, *shape):
-        return torch.randn(self.n_kv_head, *shape, generator=self.rng, device="cpu")
+    def normal(self, rows, columns, salt):
+        """(H_kv, rows, columns) fp32, unit normal. A generator of its own: the start depends on (seed, layer, salt)
+        only, and the global stream stays where it was."""
+        rng = torch.Generator().manual_seed(_mix(_mix(self.seed + 1) ^ _mix(self.layer + 0x3C6EF372) ^ salt))
+        return torch.randn(self.n_kv_head, rows, columns, generator=rng, device="cpu")
 
     def weight(self, name, like):
         return getattr(self, name).to(like.dtype)
@@ -304,13 +307,15 @@ class LearnedScorer(Scorer):
 
 
 def mlstm_param_count(head_dim, skip_width):
-    """Parameters per KV head of `MLSTM` without alpha: three projections, two gates with bias, read vector, skip path."""
+    """Parameters per KV head of `MLSTM`, alpha aside: projections, two gates with bias, read vector, skip path."""
     return 3 * 2 * head_dim * (head_dim // 2) + 2 * (2 * head_dim + 1) + head_dim // 2 + (2 * head_dim + 1) * skip_width
 
 
 class MLP(LearnedScorer):
-    """kvpop-mlp: c^T SiLU(W x + b) per KV head, stateless. The hidden width follows from the mLSTM's parameter count with its
-    skip path at the same head_dim, so that comparing the two compares memory and not size. c = 0: equal scores at the start.
+    """kvpop-mlp: c^T SiLU(W x + b) per KV head, stateless; c = 0, so equal scores at the start.
+
+    The hidden width follows from the parameter count of `MLSTM` with its skip path at the same head_dim, so that
+    comparing the two compares memory and not size (320 at D = 128; 191 would match an mLSTM without skip).
     """
 
     name = "kvpop-mlp"
@@ -319,7 +324,7 @@ class MLP(LearnedScorer):
         super().__init__(n_kv_head, head_dim, window, layer, seed, **options)
         x_dim = 2 * head_dim
         hidden = hidden or round(mlstm_param_count(head_dim, head_dim) / (x_dim + 2))
-        self.w_hidden = nn.Parameter(self.normal(x_dim, hidden) / x_dim**0.5)
+        self.w_hidden = nn.Parameter(self.normal(x_dim, hidden, salt=1) / x_dim**0.5)
         self.b_hidden = nn.Parameter(torch.zeros(n_kv_head, hidden, device="cpu"))
         self.w_score = nn.Parameter(torch.zeros(n_kv_head, hidden, 1, device="cpu"))
 
@@ -342,18 +347,18 @@ class MLSTM(LearnedScorer):
         phi(z) = [softmax(z); softmax(-z)] (Hedgehog), i = exp(a_i), f = sigmoid(a_f), a = 15 tanh(linear(x) / 15)
 
     Features are positive, so h is a convex mix of past values. State per row and head: C (D, D/2), n (D), m (1), fp32.
-    Start: W_q = W_k = random orthonormal columns on the key half of x, W_v the same on the value half. Orthonormal keeps the
-    RMS of a key in its features at every head_dim (softmax logits of order 1 for normed keys: neither flat nor one-hot), and
-    W_q = W_k makes a token read the values of keys like its own. a = c = 0: equal scores, so with decay it begins as
-    StreamingLLM. Gate weights 0, input bias 0, forget bias 5..8 over heads: memory of 150..3000 tokens (the usual 3..6
-    would have forgotten a token before its delayed read), a little less at the long end through the soft cap.
-    skip_width (default D, 0 = none); delay: None = window, 0 = read at the token's own time (parallel form only).
+    Start: W_q = W_k = random orthonormal columns on the key half of x, W_v likewise on the value half. Orthonormal
+    keeps the RMS of a key in its features at every head_dim (softmax logits of order 1 for normed keys: neither flat
+    nor one-hot), and W_q = W_k makes a token read the values of keys like its own. a = c = 0: equal scores, so with
+    decay it begins as StreamingLLM. Gate weights 0, input bias 0, forget bias 5..8 over heads: memory of 150..3000
+    tokens (about 1500 at the long end after the soft cap); the usual 3..6 would have forgotten a token before its delayed read.
+    skip_width: default D, 0 = none. delay: None = window, 0 = read at the token's own time (parallel form only).
     """
 
     name = "kvpop"
 
-    def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=64, soft_cap=15.0, delay=None,
-                 **options):
+    def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=64, soft_cap=15.0,
+                 delay=None, **options):
         super().__init__(n_kv_head, head_dim, window, layer, seed, **options)
         if head_dim % 2:
             raise ValueError(f"policy kvpop splits head_dim in two halves, so it must be even, got {head_dim}")
@@ -363,15 +368,14 @@ class MLSTM(LearnedScorer):
         self.chunk, self.soft_cap, self.delay = chunk, soft_cap, window if delay is None else delay
         self.delayed = self.delay > 0
         skip_width = D if skip_width is None else skip_width
-        basis = lambda: torch.linalg.qr(self.normal(D, half)).Q  # (H_kv, D, D/2), orthonormal columns
-        on_key = F.pad(basis(), (0, 0, 0, D))  # (H_kv, 2D, D/2)
-        self.w_q, self.w_k = nn.Parameter(on_key.clone()), nn.Parameter(on_key.clone())
-        self.w_v = nn.Parameter(F.pad(basis(), (0, 0, D, 0)))
+        key_basis, value_basis = (torch.linalg.qr(self.normal(D, half, salt=i)).Q for i in (1, 2))  # (H_kv, D, D/2)
+        self.w_q, self.w_k = (nn.Parameter(F.pad(key_basis, (0, 0, 0, D))) for _ in "qk")  # (H_kv, 2D, D/2), equal
+        self.w_v = nn.Parameter(F.pad(value_basis, (0, 0, D, 0)))  # (H_kv, 2D, D/2)
         self.w_gate = nn.Parameter(torch.zeros(n_kv_head, 2 * D, 2, device="cpu"))  # input gate, forget gate
         forget = torch.linspace(5.0, 8.0, n_kv_head, device="cpu")
         self.b_gate = nn.Parameter(torch.stack([torch.zeros_like(forget), forget], dim=-1))  # (H_kv, 2)
         self.w_score = nn.Parameter(torch.zeros(n_kv_head, half, 1, device="cpu"))  # a
-        self.w_skip = nn.Parameter(self.normal(2 * D, skip_width) / (2 * D) ** 0.5)  # W_s
+        self.w_skip = nn.Parameter(self.normal(2 * D, skip_width, salt=3) / (2 * D) ** 0.5)  # W_s
         self.w_skip_score = nn.Parameter(torch.zeros(n_kv_head, skip_width, 1, device="cpu"))  # c
 
     @staticmethod
@@ -403,9 +407,9 @@ class MLSTM(LearnedScorer):
         return F.pad(scores, (0, delay)), {"C": C, "n": n, "m": m}
 
     def init_state(self, batch, device, dtype=torch.float32):
-        head = dict(size=(batch, self.n_kv_head), device=device, dtype=dtype)
         C = torch.zeros(batch, self.n_kv_head, self.head_dim, self.head_dim // 2, device=device, dtype=dtype)
-        return {"C": C, "n": torch.zeros_like(C[..., 0]), "m": torch.full(fill_value=FLOOR, **head)}
+        n = C.new_zeros(C.shape[:3])
+        return {"C": C, "n": n, "m": C.new_full(C.shape[:2], FLOOR)}
 
     def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
         if not self.delayed:  # the score would be token q's, and nothing here keeps it until q leaves the window
@@ -415,7 +419,7 @@ class MLSTM(LearnedScorer):
         f, i = (lf + state["m"] - m).exp()[..., None], (ig - m).exp()[..., None]  # (B, H_kv, 1)
         C = f[..., None] * state["C"] + (i * k_feat)[..., None] * value[..., None, :]  # (B, H_kv, D, D/2)
         n = f * state["n"] + i * k_feat  # (B, H_kv, D)
-        x_leave = torch.cat([k_leave, v_leave], dim=-1)[:, :, None]  # (B, H_kv, 1, 2D): from the cache, no ring of features
+        x_leave = torch.cat([k_leave, v_leave], dim=-1)[:, :, None]  # (B, H_kv, 1, 2D), from the cache
         q_feat = self.phi(self.per_head(x_leave, "w_q"))  # (B, H_kv, 1, D)
         h = (q_feat @ C) / (q_feat @ n[..., None]).clamp(min=TINY)  # (B, H_kv, 1, D/2)
         return self.score(h, x_leave).squeeze(-1), {"C": C, "n": n, "m": m}
@@ -428,8 +432,8 @@ _CLASSES = {c.name: c for c in (Streaming, Random, KNorm, Oracle, MLP, MLSTM)}
 
 
 def state_entries(policy, head_dim):
-    """Budget entries (one bf16 key and value, 4 D bytes) that the policy's own state costs: kvpop's C is D x D/2 in fp32,
-    that is D/2 entries, and its normaliser n one more. The others keep nothing. Unknown policy: ValueError."""
+    """Budget entries (one bf16 key and value each, 4 D bytes) that the policy's own state costs: kvpop's C, D x D/2 in
+    fp32, is D/2 entries and its normaliser n one more; the others keep nothing. ValueError: unknown policy."""
     if policy not in POLICIES:
         raise ValueError(f"unknown policy '{policy}'; choose one of: {', '.join(POLICIES)}")
     return head_dim // 2 + 1 if policy == "kvpop" else 0
@@ -444,14 +448,7 @@ def make_scorer(policy, *, n_kv_head, head_dim, window, layer, seed=0, **options
         raise ValueError("policy dense keeps every token, so it has no scorer; run it without one")
     if window is not None and window < 1:
         raise ValueError(f"window counts the query itself, so it must be at least 1, got {window}")
-    cls = _CLASSES[policy]
-    known = {n for c in cls.__mro__ if "__init__" in vars(c) and issubclass(c, Scorer)
-             for n in inspect.signature(c.__init__).parameters} - {"self", "options"}
-    if unknown := sorted(set(options) - known):
-        fixed = ("n_kv_head", "head_dim", "window", "layer", "seed")
-        names = ", ".join(sorted(known.difference(fixed))) or "none"
-        raise ValueError(f"policy {policy} has no option '{unknown[0]}'; it knows: {names}")
-    scorer = cls(n_kv_head, head_dim, window, layer, seed, **options)
+    scorer = _CLASSES[policy](n_kv_head, head_dim, window, layer, seed, **options)
     scorer.options = {"seed": seed, **options}
     return scorer
 
@@ -460,14 +457,15 @@ def check_window(scorers, window):
     """ValueError when a learned scorer was trained with another window than the cache is to have."""
     for s in scorers:
         if s.window is not None and s.window != window:
-            raise ValueError(f"the {s.name} scorer of layer {s.layer} was trained with window {s.window}, not {window}; "
-                             f"use window {s.window} or train another")
+            raise ValueError(f"the {s.name} scorer of layer {s.layer} was trained with window {s.window}, "
+                             f"not {window}: use window {s.window} or train another")
 
 
 def save_scorers(scorers, folder, spec_dict):
     """Write scorer.safetensors (fp32, whatever the dtype in use) and scorer.json; both appear whole or not at all.
 
-    spec_dict must hold n_sink, window and budget; it is stored beside policy, n_layer, n_kv_head, head_dim and options."""
+    spec_dict: n_sink, window, budget (and more if you like), stored beside the policy, its sizes and options.
+    ValueError: a setting missing, layers that differ, a window that is not the scorers' own."""
     from safetensors.torch import save_file
 
     first = scorers[0]
@@ -492,8 +490,8 @@ def save_scorers(scorers, folder, spec_dict):
 def load_scorers(folder):
     """-> (ModuleList with one scorer per layer, on CPU in fp32; settings dict of scorer.json).
 
-    FileNotFoundError: a file is missing. ValueError: a pickle in its place, an unreadable file, and every tensor that is
-    missing, unknown or of another shape or dtype, by name, before any is read."""
+    FileNotFoundError: a file is missing. ValueError: a pickle in its place, an unreadable file, and every tensor that
+    is missing, unknown or of another shape or dtype, by name, before any is read."""
     from safetensors import SafetensorError, safe_open
 
     folder = Path(folder)
@@ -501,24 +499,24 @@ def load_scorers(folder):
     if not path.is_file():
         pickles = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
         if pickles:
-            raise ValueError(f"{folder / pickles[0]} is a pickle, which can run code when loaded; convert it to safetensors")
+            raise ValueError(f"{folder / pickles[0]} is a pickle, and those can run code: convert it to safetensors")
         raise FileNotFoundError(f"no scorer in {folder}: scorer.safetensors is missing")
     if not (folder / "scorer.json").is_file():
         raise FileNotFoundError(f"no scorer in {folder}: scorer.json is missing")
     try:
         settings = json.loads((folder / "scorer.json").read_text())
-        args = {key: settings[key] for key in ("policy", "n_kv_head", "head_dim", "window")}
-        n_layer, options = settings["n_layer"], settings["options"]
+        args = {key: settings[key] for key in ("policy", "n_kv_head", "head_dim", "window")} | settings["options"]
+        scorers = nn.ModuleList(make_scorer(**args, layer=i) for i in range(settings["n_layer"]))
     except (json.JSONDecodeError, KeyError, TypeError) as err:
         raise ValueError(f"{folder / 'scorer.json'} is not a scorer description: {err!r}") from None
-    scorers = nn.ModuleList(make_scorer(**args, layer=i, **options) for i in range(n_layer))
     want = {name: list(p.shape) for name, p in scorers.named_parameters()}
     try:
         with safe_open(path, framework="pt") as f:
             have = {name: (f.get_slice(name).get_shape(), f.get_slice(name).get_dtype()) for name in f.keys()}
-            wrong = [f"{n} is missing" for n in want if n not in have] + [f"{n} is not ours" for n in have if n not in want]
-            wrong += [f"{n} is {d} {s}, not F32 {want[n]}" for n, (s, d) in have.items()
-                      if n in want and (s, d) != (want[n], "F32")]
+            wrong = [f"{name} is missing" for name in want if name not in have]
+            wrong += [f"{name} is not ours" for name in have if name not in want]
+            wrong += [f"{name} is {dtype} {shape}, not F32 {want[name]}" for name, (shape, dtype) in have.items()
+                      if name in want and (shape, dtype) != (want[name], "F32")]
             if wrong:
                 raise ValueError(f"{path} does not fit scorer.json: " + "; ".join(wrong))
             tensors = {name: f.get_tensor(name) for name in have}
