@@ -251,7 +251,9 @@ def keep_everything(B, n_kv_head, T, device=None):
 def block_mask_from_tiles(visible, full, n_head, mask_mod, q_len, kv_len):
     """A BlockMask from two tile maps (B, H_kv, q tiles, kv tiles) bool: some pair may be visible / all pairs are."""
     def table(tiles):
-        tiles = tiles.repeat_interleave(n_head // tiles.shape[1], dim=1).int()
+        if tiles.shape[1] > 1:  # a BlockMask knows query heads; one KV head for all is broadcast
+            tiles = tiles.repeat_interleave(n_head // tiles.shape[1], dim=1)
+        tiles = tiles.int()
         return tiles.sum(-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).int()
     num, index = table(visible & ~full)
     full_num, full_index = table(full)
@@ -334,21 +336,22 @@ def pad_to_tile(x, value, dim):
     return torch.nn.functional.pad(x, pad, value=value)
 
 
-def attention(q, k, v, evict_at):
+def attention(q, k, v, evict_at, block_mask=None):
     """Attention in which key t is visible to queries t <= q < evict_at[t].
 
-    q (B, H, T, D), k, v (B, H_kv, T, D) of one dtype, evict_at (B, H_kv, T) int32
+    q (B, H, T, D), k, v (B, H_kv, T, D) of one dtype, evict_at (B, H_kv, T) int32, or (B, 1, T) for all heads
     -> out (B, H, T, D), lse (B, H, T) fp32, natural log. Any T >= 1.
+    block_mask: `evict_at_block_mask(evict_at, H)` when T is a multiple of TILE and several layers share it.
     """
     H, T = q.shape[1], q.shape[2]
     if not q.is_cuda:  # FlexAttention has no backward on CPUs, and no lse from compiled inference
-        mask_mod = generate_evict_at_mask_mod(evict_at, H // k.shape[1])
+        mask_mod = generate_evict_at_mask_mod(evict_at, H // evict_at.shape[1])
         return dense_reference(q, k, v, mask_mod, causal=True)
-    # A pad key has birth >= T, so real queries never see it; it never dies, so that no pad query has an empty row.
-    evict_at = pad_to_tile(evict_at, NEVER, -1).contiguous()
+    if block_mask is None:
+        # A pad key has birth >= T, so real queries never see it; it never dies, so that no pad query has an empty row.
+        block_mask = evict_at_block_mask(pad_to_tile(evict_at, NEVER, -1).contiguous(), H)
     q, k, v = (pad_to_tile(x, 0.0, 2) for x in (q, k, v))
-    out, aux = compiled_flex_attention(q, k, v, block_mask=evict_at_block_mask(evict_at, H), enable_gqa=True,
-                                       return_aux=AuxRequest(lse=True))
+    out, aux = compiled_flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return out[:, :, :T], aux.lse[:, :, :T]
 
 

@@ -1,0 +1,233 @@
+"""Generated reasoning problems with worked traces: long-range, checkable to the byte, endless, offline.
+
+Two families share one way of doing sums digit by digit, units first, each sum checked by the inverse operation:
+  arith   definitions over one-letter variables; the trace copies each definition, recalls its operands by name from
+          anywhere before, works, checks, and states the value:
+              A| M=913 .,_ U=54 n=U+M ~. x=n-M ... x?
+              M:913;U:54;n=U+M U:54 M:913 4+3+0=7,0 5+1+0=6,0 0+9+0=9,0 n:967 n-M n:967 M:913 7-3-0=4,0 ... U:54;...#54
+  walk    a graph whose nodes name two successors and a weight; the walk adds the weight to a running total, goes left
+          when the total is even and right when it is odd, and stops at the goal:
+              W| k>zc57 ._ c>kb8 ... k-g?
+              k>zc57 @+k @:348 k:57 8+7+0=5,1 ... $:405 $-k $:405 k:57 5-7-0=8,1 ... @:348 $:405%1 c;...#405
+What a KV cache must hold for them: definitions until they are used once, values and records for as long as they may be
+named again, scratch never again after its step. Roles drift over positions: numbers have 1 to 4 digits and no padding, a
+problem has 2 to 6 given values, filler of random length stands between definitions.
+
+A trace is a pure function of the prompt (`solve`), so pass@1 is exact, and `check` names the first wrong step.
+The split of a problem is a hash of its prompt: train, validation and test cannot share a problem.
+"""
+import random
+import string
+import zlib
+from dataclasses import dataclass
+
+FAMILIES = ("arith", "walk")
+NAMES = string.ascii_letters
+FILLER = ".,_~"
+ALPHABET = "".join(sorted(NAMES + string.digits + FILLER + "|=+-:;?#>@$% \n"))
+LIMIT = 10_000  # values stay below, so that they have at most 4 digits
+TEST_SIZES = {"arith": (18, 26), "walk": (15, 21)}    # variables / steps of validation and test problems (inclusive)
+TRAIN_SIZES = {"arith": (4, 27), "walk": (3, 22)}     # smaller problems are what teaches the digits
+MAX_LENGTH = 2816                                     # longer problems of a drawn size are drawn again
+SPLIT_OF_16 = {0: "test", 1: "validation"}            # the rest is train
+
+
+@dataclass(frozen=True)
+class Problem:
+    family: str
+    split: str
+    index: int
+    size: int    # variables (arith) or steps (walk)
+    prompt: str
+    trace: str   # ends with "#" + answer; the end-of-text token is not part of it
+    answer: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    answer_right: bool
+    trace_right: bool
+    first_error: int | None  # byte offset in the trace, None when it is right
+    message: str
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Working a problem out: the trace is a function of the prompt
+
+def sum_block(x, op, y, a, b):
+    """`x:a y:b` and one group per digit, units first: digit, digit, carry = result digit, carry."""
+    groups, carry = [], 0
+    for i in range(max(len(str(a)), len(str(b)))):
+        da, db = a // 10**i % 10, b // 10**i % 10
+        total = da + db + carry if op == "+" else da - db - carry
+        out = int(total > 9 if op == "+" else total < 0)
+        groups.append(f"{da}{op}{db}{op}{carry}={total % 10},{out}")
+        carry = out
+    return f"{x}:{a} {y}:{b} {' '.join(groups)}"
+
+
+def checked_sum(x, op, y, a, b, z):
+    """z = x op y, worked and then undone; a op b must not be negative."""
+    c = a + b if op == "+" else a - b
+    undo = "-" if op == "+" else "+"
+    return f"{sum_block(x, op, y, a, b)} {z}:{c} {z}{undo}{y} {sum_block(z, undo, y, c, b)} {x}:{a}", c
+
+
+def solve(prompt):
+    """The steps of the trace, in order; the last one is the answer. Raises ValueError for a prompt of no family."""
+    head, _, body = prompt.rstrip("\n").rstrip("?").partition("| ")
+    items = [item for item in body.split(" ") if item and item[0] not in FILLER]
+    if head == "A":
+        *items, asked = items
+        value, steps = {}, []
+        for item in items:
+            name, _, right = item.partition("=")
+            if right.isdigit():
+                value[name] = int(right)
+                steps.append(f"{name}:{right};")
+            else:
+                x, op, y = right
+                text, value[name] = checked_sum(x, op, y, value[x], value[y], name)
+                steps.append(f"{item} {text};")
+        return steps + [f"#{value[asked]}"]
+    if head == "W":
+        *items, ends = items
+        node, goal = ends.split("-")
+        record = {item[0]: item for item in items}
+        total, steps = 0, []
+        while node != goal:
+            left, right, weight = record[node][2], record[node][3], int(record[node][4:])
+            text, new = checked_sum("@", "+", node, total, weight, "$")
+            nxt = right if new % 2 else left
+            steps.append(f"{record[node]} @+{node} {text} $:{new}%{new % 2} {nxt};")
+            node, total = nxt, new
+        return steps + [f"#{total}"]
+    raise ValueError(f"the prompt starts with {prompt[:2]!r}: a problem starts with 'A| ' or 'W| '")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Making problems
+
+def filler(rng):
+    return "".join(rng.choices(FILLER, k=rng.randint(1, 9))) + " " if rng.random() < 0.5 else ""
+
+
+def number(rng):
+    return rng.randrange(10 ** rng.randint(1, 4))  # its width, not its size, is uniform
+
+
+def arith_prompt(rng, size):
+    n_given = min(rng.randint(2, 6), size - 1)
+    names = rng.sample(NAMES, size)
+    # two given values come first; the others stand anywhere, since a definition names only what stands before it
+    given = {0, 1, *rng.sample(range(2, size), n_given - 2)} if size > 2 else {0}
+    value, items = {}, []
+    for i, name in enumerate(names):
+        if i in given:
+            value[name] = number(rng)
+            items.append(f"{name}={value[name]}")
+            continue
+        x, y = rng.sample(list(value), 2)
+        sums = rng.random() < 0.5 and value[x] + value[y] < LIMIT
+        if not sums and value[x] < value[y]:
+            x, y = y, x
+        value[name] = value[x] + value[y] if sums else value[x] - value[y]
+        items.append(f"{name}={x}{'+' if sums else '-'}{y}")
+    return "A| " + "".join(f"{filler(rng)}{item} " for item in items) + f"{names[-1]}?\n"
+
+
+def walk_prompt(rng, size):
+    """`size` steps from the first name to the goal. Edges are drawn as the walk needs them, always towards a node whose
+    next edge is still open: a walk on random edges would soon run in circles, since node and parity decide the rest.
+    """
+    names = rng.sample(NAMES, min(len(NAMES), size + rng.randint(4, 8)))
+    weight = {name: rng.randrange(1, 10 ** rng.randint(1, 2)) for name in names}
+    edges = {name: [None, None] for name in names}  # left, right
+    start = node = names[0]
+    unseen, total = set(names[1:]), 0
+    for _ in range(size - 1):
+        total += weight[node]
+        fresh = rng.random() < 0.7
+        choices = [n for n in names if n != node and edges[n][(total + weight[n]) % 2] is None and
+                   (n in unseen) == fresh] or sorted(unseen)
+        edges[node][total % 2] = node = rng.choice(choices)
+        unseen.discard(node)
+    total += weight[node]
+    goal = edges[node][total % 2] = rng.choice(sorted(unseen))
+    rng.shuffle(names)
+    for name in names:
+        edges[name] = [n or rng.choice(names) for n in edges[name]]
+    records = (f"{filler(rng)}{n}>{''.join(edges[n])}{weight[n]} " for n in names if n != goal)
+    return "W| " + "".join(records) + f"{start}-{goal}?\n"
+
+
+def split_of(prompt):
+    return SPLIT_OF_16.get(zlib.crc32(prompt.encode()) % 16, "train")
+
+
+def make_problem(family, index, split="test", size=None):
+    """Problem number `index` of a family and split: the same on every machine and every Python.
+
+    size: number of variables (arith) or steps (walk); default drawn from TRAIN_SIZES or TEST_SIZES by split.
+    Raises ValueError for an unknown family or split, or a size that the 52 names cannot hold.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
+    if split not in ("train", "validation", "test"):
+        raise ValueError(f"unknown split {split!r}: choose train, validation or test")
+    if size is not None and not 3 <= size <= 48:
+        raise ValueError(f"size {size} is out of range: problems have 3 to 48 variables or steps")
+    rng = random.Random(f"{family}/{split}/{index}")
+    low, high = (TRAIN_SIZES if split == "train" else TEST_SIZES)[family]
+    draw = arith_prompt if family == "arith" else walk_prompt
+    n = size or rng.randint(low, high)
+    while True:  # redraw until the prompt falls into the split
+        prompt = draw(rng, n)
+        if split_of(prompt) == split:
+            steps = solve(prompt)
+            trace = "".join(steps)
+            if size or len(prompt) + len(trace) < MAX_LENGTH:
+                return Problem(family, split, index, n, prompt, trace, steps[-1][1:])
+
+
+def check(problem, text):
+    """Compare a generated trace with the problem's own: Verdict names the first wrong step.
+
+    The answer is what stands between the last '#' and the end; it can be right though a step is wrong.
+    """
+    answer = text.rpartition("#")[2].strip() if "#" in text else ""
+    answer_right = answer == problem.answer
+    if text == problem.trace:
+        return Verdict(True, True, None, "right")
+    pairs = zip(text, problem.trace)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(problem.trace)))
+    start, number = 0, 0
+    for number, step in enumerate(solve(problem.prompt), 1):
+        if at < start + len(step):
+            break
+        start += len(step)
+    else:
+        return Verdict(answer_right, False, at, f"first error at {at}: text goes on after the answer: {text[at:at + 20]!r}")
+    got = text[start:start + len(step)]
+    return Verdict(answer_right, False, at, f"first error at {at}, in step {number}: expected {step!r}, got {got!r}")
+
+
+if __name__ == "__main__":
+    import argparse
+    parser = argparse.ArgumentParser(description="Print generated problems, or their lengths.")
+    parser.add_argument("--family", choices=FAMILIES, default="arith")
+    parser.add_argument("--split", choices=("train", "validation", "test"), default="test")
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--size", type=int, help="variables or steps (default: drawn as the split says)")
+    parser.add_argument("--lengths", type=int, metavar="N", help="print the lengths of N problems instead")
+    args = parser.parse_args()
+    if args.lengths:
+        lengths = sorted(len(p.prompt) + len(p.trace) for p in
+                         (make_problem(args.family, i, args.split, args.size) for i in range(args.lengths)))
+        mean = sum(lengths) / len(lengths)
+        std = (sum((n - mean)**2 for n in lengths) / len(lengths))**0.5
+        print(f"{args.family}: mean {mean:.0f} bytes, standard deviation {std:.0f}, "
+              f"least {lengths[0]}, most {lengths[-1]}")
+    else:
+        p = make_problem(args.family, args.index, args.split, args.size)
+        print(p.prompt + p.trace)
