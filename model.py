@@ -158,8 +158,9 @@ def rope_cos_sin(input_pos, head_dim: int, base: float, dtype: torch.dtype):
 
 
 def apply_rotary_emb(x, cos, sin):
-    """Rotate x (B, H, T, D), pairing channel i with i + D/2; computed in the dtype of cos, returned in that of x."""
-    x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)  # 2 x (B, H, T, D/2)
+    """Rotate x (B, H, T, D), pairing channel i with i + D/2. A bf16 x times an fp32 cos is fp32: rounded once, at
+    the end, back to the dtype of x."""
+    x1, x2 = x.chunk(2, dim=-1)  # 2 x (B, H, T, D/2)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)  # (B, H, T, D)
 
 
@@ -315,10 +316,9 @@ def load_model(folder, device="cpu", dtype: torch.dtype = torch.float32) -> Tran
         raise FileNotFoundError(f"no checkpoint folder {str(folder)!r}: give a local folder with config.json and "
                                 "model.safetensors")
     config = ModelConfig.from_dict(read_json(folder / "config.json"))
-    headers = {file: read_header(folder / file) for file in weight_files(folder)}
     found, where = {}, {}
-    for file, header in headers.items():
-        for name, entry in header.items():
+    for file in weight_files(folder):
+        for name, entry in read_header(folder / file).items():
             if name in where:
                 raise ValueError(f"{name} is stored twice, in {where[name]} and in {file}")
             if not name.endswith(".rotary_emb.inv_freq"):  # old Llama files keep this table; we compute it

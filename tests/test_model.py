@@ -262,6 +262,33 @@ def test_one_compiled_block_serves_every_layer():
     assert not any("_orig_mod" in name for name in model.state_dict())
 
 
+@pytest.mark.gpu
+def test_a_step_replays_in_a_cuda_graph():
+    model = random_model(tiny_config()).cuda()
+    token, position = torch.zeros(1, 1, dtype=torch.int64).cuda(), torch.zeros(1, dtype=torch.int64).cuda()
+    seen = {}
+
+    def attend(layer, q, k, v):
+        seen[layer] = k
+        return causal_attend(layer, q, k, v)
+
+    def step():
+        with torch.no_grad():
+            return model.unembed(model(token, attend, position)), seen[1]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        replayed = step()
+    for t in (3, 131_071):
+        token.fill_(t % 61), position.fill_(t)
+        graph.replay()
+        for ours, eager in zip(replayed, step()):
+            torch.testing.assert_close(ours, eager)
+
+
 def test_checkpointed_blocks_give_the_same_gradients():
     model, ids = random_model(tiny_config()), torch.randint(61, (2, 12))
     calls, gradients = [], []
@@ -313,7 +340,8 @@ def test_config_spellings():
     bare = read(HF_LLAMA, drop=("num_key_value_heads", "rope_theta", "rms_norm_eps", "tie_word_embeddings"))
     assert (bare.n_kv_head, bare.rope_base, bare.norm_eps, bare.tie_embeddings) == (4, 10000.0, 1e-6, False)
     unused = read(HF_QWEN3, use_sliding_window=False, sliding_window=4096, layer_types=["full_attention"] * 2)
-    assert unused == old == read(HF_QWEN3, use_sliding_window=True, sliding_window=4096)  # max_window_layers is 28
+    slides = dict(use_sliding_window=True, sliding_window=4096)  # from layer 28 on, which these two layers never reach
+    assert unused == old == read(HF_QWEN3, **slides) == read(HF_QWEN3, drop=("max_window_layers",), **slides)
 
 
 @pytest.mark.parametrize("changes, named", [
@@ -374,15 +402,22 @@ def test_one_file_and_shards_load_the_same(tmp_path):
 def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     old = random_model(tiny_config(), seed=1)
     save_model(old, tmp_path, dtype=torch.float32)
-    for broken, error in (("safetensors.torch.save_file", OSError), ("json.dumps", OSError)):
-        with monkeypatch.context() as patch:
-            def fail(*args, **kwargs):
-                if len(args) > 1:  # save_file(tensors, path): die with half a file on disk
-                    Path(args[1]).write_bytes(b"half")
-                raise OSError("disk full")
-            patch.setattr(broken, fail)
-            with pytest.raises(error):
-                save_model(random_model(tiny_config(), seed=2), tmp_path, dtype=torch.float32)
+    written = []
+
+    def half_a_file(tensors, path, **kwargs):
+        written.append(Path(path))
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    def no_replace(source, target):
+        written.extend(tmp_path.glob("*.tmp"))
+        raise OSError("disk full")
+
+    for name, failing in (("safetensors.torch.save_file", half_a_file), ("os.replace", no_replace)):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+            patch.setattr(name, failing)
+            save_model(random_model(tiny_config(), seed=2), tmp_path, dtype=torch.float32)
+        assert written and all(path.suffix == ".tmp" for path in written)  # the failure came with files on disk
         assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
         for name, tensor in load_model(tmp_path).state_dict().items():
             assert torch.equal(tensor, old.state_dict()[name]), name
