@@ -1,6 +1,6 @@
 """
-The contract of scorer.py: the parallel form, the one-step form and the definition are one function; pads and later tokens
-reach nothing; gates may be anything; files that do not fit are refused by name. CPU only, well under a minute.
+The contract of scorer.py: the parallel form, the one-step form and the definition are one function; pads and later
+tokens reach nothing; gates may be anything; files that do not fit are refused by name. CPU only, ten seconds.
 """
 import copy
 import json
@@ -33,7 +33,7 @@ def tokens(T, batch=B, seed=0, dtype=torch.float64):
 
 
 def run_steps(s, k, v, start=0, state=None, window=W):
-    """Feed tokens start..T-1 one by one. Returns the scores of tokens max(start - window, 0) .. T - window - 1, the state."""
+    """Feed tokens start..T-1 one by one -> scores of tokens max(start - window, 0) .. T - window - 1, state."""
     batch, T, out = k.shape[0], k.shape[2], []
     state = s.init_state(batch, k.device, k.dtype) if state is None else state
     for q in range(start, T):
@@ -47,7 +47,7 @@ def run_steps(s, k, v, start=0, state=None, window=W):
 
 
 def kvpop_by_definition(s, k, v, window=W):
-    """Score of every token from the closed form alone: a weighted mean over all tokens up to q = u + window, no state."""
+    """Every score from the closed form alone: a weighted mean over all tokens up to q = u + window, no state."""
     x = torch.cat([k, v], dim=-1)
     batch, _, T, _ = x.shape
     scores = x.new_zeros(batch, H, T)
@@ -94,16 +94,27 @@ def test_chunkwise_is_the_recurrence(T, chunk):
     # compared relative to the state's own size, which is e^50 here and e^-50 there
     size = n.amax(-1, keepdim=True)
     torch.testing.assert_close(n2 * m2.exp()[..., None] / size, n / size, atol=1e-10, rtol=0)
-    torch.testing.assert_close(C2 * m2.exp()[..., None, None] / size[..., None], C / size[..., None], atol=1e-10, rtol=0)
+    size = size[..., None]
+    torch.testing.assert_close(C2 * m2.exp()[..., None, None] / size, C / size, atol=1e-10, rtol=0)
+
+
+def test_the_scale_of_the_input_gates_cancels():
+    """Only their differences matter: gates near e^-200 read the same, and the state's scale sits in m alone."""
+    q, k, v, ig, fg = wild_gates(100)
+    lf = torch.nn.functional.logsigmoid(fg)
+    h, C, n, m = S.mlstm_chunkwise(q, k, v, ig, lf, 64)
+    h2, C2, n2, m2 = S.mlstm_chunkwise(q, k, v, ig - 200.0, lf, 64)
+    for a, b in ((h, h2), (C, C2), (n, n2), (m - 200.0, m2)):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
 def test_gates_at_50_have_the_right_gradients_in_fp32():
-    """Finite is not enough: fp32 gradients of the chunkwise form against the fp64 loop, unread leading rows included."""
+    """Finite is not enough: fp32 gradients of the chunkwise form against the fp64 loop, empty leading reads too."""
     T, shift = 150, 20
     def grads(form, dtype):
         leaves = [z.requires_grad_() for z in wild_gates(T, dtype=dtype)]
         q, k, v, ig, fg = leaves
-        q = torch.nn.functional.pad(q, (0, 0, shift, 0))[:, :, :T]  # the first reads have the feature 0: 0 / 0 if careless
+        q = torch.nn.functional.pad(q, (0, 0, shift, 0))[:, :, :T]  # leading reads: 0 / 0 if careless
         h = form(q, k, v, ig, torch.nn.functional.logsigmoid(fg))[0]
         assert h.isfinite().all()
         h[:, :, shift:].square().sum().backward()
@@ -286,6 +297,18 @@ def test_shapes_that_do_not_fit_are_refused():
 # the policies themselves
 
 
+@pytest.mark.parametrize("policy", STEPPABLE)
+def test_rows_without_a_leaving_token_stay_finite(policy):
+    """leave_pos < 0: whatever the unused slot holds, the score is finite and the other rows are not touched."""
+    s, (k, v) = make(policy), tokens(W + 1)
+    junk = k[:, :, 0].clone()
+    junk[0] = float("nan")
+    now, pos = (k[:, :, W], v[:, :, W]), torch.tensor([-3, 0])
+    score, state = s.step(s.init_state(B, "cpu", torch.float64), *now, junk, junk, pos)
+    clean, _ = s.step(s.init_state(B, "cpu", torch.float64), *now, k[:, :, 0], k[:, :, 0], pos)
+    assert score.isfinite().all() and torch.equal(score[1], clean[1]) and all(z.isfinite().all() for z in state.values())
+
+
 def test_streaming_has_no_preference():
     k, v = tokens(50)
     assert (make("streaming")(k, v) == 0).all()
@@ -391,8 +414,10 @@ def test_log_gamma_stays_in_its_range():
 
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 128])
 def test_both_learned_scorers_have_the_same_size(head_dim):
-    size = {p: sum(w.numel() for w in make_scorer(p, n_kv_head=2, head_dim=head_dim, window=W, layer=0).parameters()) / 2
-            for p in ("kvpop", "kvpop-mlp")}
+    size = {}
+    for policy in ("kvpop", "kvpop-mlp"):
+        s = make_scorer(policy, n_kv_head=2, head_dim=head_dim, window=W, layer=0)
+        size[policy] = sum(p.numel() for p in s.parameters()) / 2  # per head
     assert size["kvpop"] == S.mlstm_param_count(head_dim, head_dim) + 1  # + alpha
     assert abs(size["kvpop-mlp"] / size["kvpop"] - 1) < 0.02
 
