@@ -1,0 +1,612 @@
+"""Train a base model on generated traces, or retrofit a model with KVpop.
+
+    python train.py                           train the scorer alone on the shipped base; any device, minutes on two cores
+    python train.py --train-base              the full retrofit: every weight, KL from the model's own dense copy
+    python train.py --stage pretrain          make the base model itself
+
+What this file holds: Settings (every knob, its default and its reason), data batches, the three attends (packed
+documents, dense, sparse), the losses, evaluation, checkpoints, the two training loops.
+How it departs from nanoGPT's train.py: the attention mask comes from the scorer under training, and the loss of the
+scorer is not a term of the forward: it runs in the backward of `targets.RetentionLoss`. Weights go out as safetensors
+that decode.py reads; a single train_state.pt beside them, tensors and numbers only, resumes the run.
+"""
+import argparse
+import contextlib
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import scorer as scorers_module
+from data.tokenizer import EOT
+from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, make_problem
+from flex_masks import CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything, plan
+from model import ModelConfig, Transformer, causal_attend, load_model, save_model
+from targets import (Retention, RetentionLoss, boundary_loss, future_attention, retention_recall, sample_queries,
+                     teacher_evict_at)
+
+
+def option(default, reason, **extra):
+    return field(default=default, metadata={"reason": reason, **extra})
+
+
+@dataclass
+class Settings:
+    """Every knob with its default and its reason. None: the stage's preset below decides."""
+    stage: str = option("retrofit", "pretrain makes a base model, retrofit adds KVpop to one", choices=["retrofit", "pretrain"])
+    model: str = option("assets/base", "checkpoint folder to retrofit")
+    out: str = option("out/kvpop", "folder for checkpoint, training state and log")
+    train_base: bool = option(False, "train every weight: KL from the dense teacher adapts the base to sparse attention")
+    resume: bool = option(False, "continue from the training state in --out")
+    device: str = option("auto", "auto, cpu or cuda", choices=["auto", "cpu", "cuda"])
+    seed: int = option(0, "weights, data order and sampled boundaries all follow from it")
+    # the cache
+    policy: str = option("kvpop", "which scorer learns", choices=["kvpop", "kvpop-mlp"])
+    budget: int = option(256, "entries a KV head may hold, everything included; traces have about 2,150 tokens")
+    n_sink: int = option(4, "first tokens, never evicted: models park attention there")
+    window: int = option(64, "recent tokens, the query included, never evicted")
+    # the run
+    steps: int = option(None, "optimiser steps")
+    batch_size: int = option(None, "rows a step")
+    learning_rate: float = option(None, "peak, of new parameters (scorer) or of the base in pretraining")
+    base_learning_rate: float = option(2e-4, "constant, of the base under --train-base; the paper's 8e-5 is for billions")
+    warmup: int = option(None, "steps; never more than a tenth of the run")
+    final_lr_ratio: float = option(0.08, "cosine ends at this share of the peak")
+    weight_decay: float = option(None, "AdamW; the paper has 1e-4")
+    clip: float = option(1.0, "gradient norm")
+    # losses
+    n_samples: int = option(128, "boundaries a sequence and head at which the scorer is taught")
+    tau: float = option(1.0, "temperature of the boundary loss")
+    bounded: bool = option(True, "future mass of an evicted token as if it were put back (targets.py)")
+    top_k: int = option(256, "teacher logits that the KL sees, renormalised")
+    prompt_weight: float = option(0.1, "loss weight of prompt tokens in pretraining: they are mostly random")
+    # the base model of --stage pretrain
+    n_layer: int = option(6, "layers")
+    n_embd: int = option(256, "width")
+    n_head: int = option(8, "query heads")
+    n_kv_head: int = option(4, "KV heads: groups of two, as real models have groups")
+    head_dim: int = option(32, "head size")
+    intermediate_size: int = option(512, "SwiGLU width")
+    # watching
+    log_every: int = option(10, "steps between progress lines")
+    eval_every: int = option(0, "steps between evaluations; 0 = before and after only")
+    eval_problems: int = option(4, "validation problems a family in an evaluation")
+    save_every: int = option(500, "steps between checkpoints")
+    compile: bool = option(True, "torch.compile the pretraining forward on a GPU")
+    workers: int = option(None, "processes that generate data; default 0 on CPU, up to 12 on a GPU machine")
+
+
+PRESETS = {  # what differs between the jobs; a command-line option always wins
+    "pretrain": dict(steps=6000, batch_size=32, learning_rate=1.5e-3, warmup=200, weight_decay=0.1),
+    "scorer": dict(steps=60, batch_size=1, learning_rate=3e-3, warmup=6, weight_decay=1e-4),   # fits two cores
+    "train_base": dict(steps=1000, batch_size=16, learning_rate=2e-3, warmup=50, weight_decay=1e-4),
+}
+
+
+def parse_settings(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="See the README for recipes.",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for f in fields(Settings):
+        name, reason = "--" + f.name.replace("_", "-"), f.metadata["reason"]
+        presets = ", ".join(f"{v[f.name]} ({k})" for k, v in PRESETS.items() if f.name in v)
+        text = f"{reason} (default: {presets or f.default})".replace("%", "%%")
+        if f.type is bool:
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+        else:
+            parser.add_argument(name, type=f.type, default=f.default, choices=f.metadata.get("choices"), help=text)
+    settings = Settings(**vars(parser.parse_args(argv)))
+    preset = "pretrain" if settings.stage == "pretrain" else "train_base" if settings.train_base else "scorer"
+    for name, value in PRESETS[preset].items():
+        if getattr(settings, name) is None:
+            setattr(settings, name, value)
+    settings.warmup = min(settings.warmup, settings.steps // 10)
+    if settings.device == "auto":
+        settings.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but this machine shows no GPU to torch: use --device cpu")
+    for name in ("steps", "batch_size", "log_every", "save_every", "eval_problems"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
+    if settings.workers is None:
+        settings.workers = 0 if settings.device == "cpu" else min(12, (os.cpu_count() or 2) - 1)
+    return settings
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data: everything follows from (seed, row number), so a resumed run sees what an uninterrupted one would have seen
+
+class PackedRows(torch.utils.data.Dataset):
+    """Row i of pretraining: problems of both families one after the other, cut at `length` tokens.
+
+    -> idx, targets (length,) int64, weight (length,) fp32, doc_end (length,) int32: the position after a token's
+    document. In the language of flex_masks that is evict_at, so packing needs no mask of its own.
+    """
+
+    def __init__(self, length, seed, prompt_weight):
+        self.length, self.seed, self.prompt_weight = length, seed, prompt_weight
+
+    def __len__(self):
+        return 2**31
+
+    def __getitem__(self, row):
+        ids, weight, doc_end, j = [], [], [], 0
+        while len(ids) <= self.length:
+            number = (self.seed * 10**9 + row) * 64 + j  # a row holds fewer than 64 problems
+            problem = make_problem(FAMILIES[(row + j) % len(FAMILIES)], number, "train")
+            tokens = [*(problem.prompt + problem.trace).encode(), EOT]
+            ids += tokens
+            # the weight of predicting the NEXT token: the last token of a document predicts nothing
+            weight += [self.prompt_weight] * (len(problem.prompt) - 1) + [1.0] * (len(problem.trace) + 1) + [0.0]
+            doc_end += [len(ids)] * len(tokens)
+            j += 1
+        n = self.length
+        return (torch.tensor(ids[:n]), torch.tensor(ids[1:n + 1]), torch.tensor(weight[:n]),
+                torch.tensor(doc_end[:n], dtype=torch.int32))
+
+
+class Problems(torch.utils.data.Dataset):
+    """Row i of the retrofit: one whole problem of full size; even rows arith, odd rows walk."""
+
+    def __init__(self, split, seed, families=FAMILIES):
+        self.split, self.seed, self.families = split, seed, families
+
+    def __len__(self):
+        return 2**31
+
+    def __getitem__(self, row):
+        # sizes as in the test split (train has small ones too): what the cache must learn is to hold long problems
+        family = self.families[row % len(self.families)]
+        low, high = full_sizes(family)
+        problem = make_problem(family, self.seed * 10**9 + row, self.split, None if self.split != "train" else
+                               low + (row * 7919) % (high - low + 1))
+        return problem
+
+
+def full_sizes(family):
+    from data.traces import TEST_SIZES
+    return TEST_SIZES[family]
+
+
+def collate_problems(problems, pad_to=None):
+    """-> idx (B, T) int64 right-padded with EOT, lengths (B,), starts (B,): the first predicted position is the
+    last token of the prompt. T is the longest row, or the next multiple of pad_to, so that a GPU meets few shapes."""
+    rows = [[*(p.prompt + p.trace).encode(), EOT] for p in problems]
+    lengths = torch.tensor([len(r) for r in rows])
+    T = int(lengths.max())
+    if pad_to:
+        T = math.ceil(T / pad_to) * pad_to
+    idx = torch.full((len(rows), T), EOT)
+    for i, r in enumerate(rows):
+        idx[i, :len(r)] = torch.tensor(r)
+    return idx, lengths, torch.tensor([len(p.prompt) - 1 for p in problems])
+
+
+def loader(dataset, settings, first_step, collate=None):
+    rows = range(first_step * settings.batch_size, settings.steps * settings.batch_size)
+    return torch.utils.data.DataLoader(dataset, batch_size=settings.batch_size, sampler=rows, collate_fn=collate,
+                                       num_workers=settings.workers, pin_memory=settings.device == "cuda",
+                                       prefetch_factor=8 if settings.workers else None)
+
+
+def response_mask(T, lengths, starts):
+    """(B, T) bool: positions whose next token belongs to the trace or is its end."""
+    t = torch.arange(T, device=lengths.device)
+    return (t >= starts[:, None]) & (t < lengths[:, None] - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The attends: what a block's attention does is decided here, per forward call
+
+def packed_attend(doc_end, n_head):
+    """Causal attention inside each document of a packed row; one BlockMask serves all layers."""
+    evict_at = doc_end[:, None]  # (B, 1, T): all heads alike
+    block_mask = evict_at_block_mask(evict_at, n_head) if doc_end.is_cuda else None
+    return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask)[0]
+
+
+def policy_attend(scorers, spec, lengths, on_layer=None):
+    """The masked parallel form of a policy: score, plan, attend. `on_layer(layer, q, k, lse, scores, evict_at)` sees
+    each layer's result. Used by evaluation; training adds the retention loss in `training_attend`."""
+    def attend(layer, q, k, v):
+        scorer = scorers[layer]
+        if getattr(scorer, "name", "") == "oracle":
+            _, dense_lse = attention(q, k, v, keep_everything(*k.shape[:3], k.device))
+            scorer.scores = future_attention(q, k, dense_lse, spec.window, lengths)
+        scores = scorer(k, v, lengths)
+        evict_at = plan(effective_priority(scores, scorer.log_gamma()), spec)
+        out, lse = attention(q, k, v, evict_at)
+        if on_layer is not None:
+            on_layer(layer, q, k, lse, scores, evict_at)
+        return out
+    return attend
+
+
+def training_attend(model, spec, retention, anchors=None):
+    """Sparse attention under the scorer being trained, with the retention loss attached.
+
+    anchors given: the base is frozen and runs under no_grad; each layer leaves a zero there whose backward
+    teaches its scorer. Otherwise the loss rides on the attention output.
+    """
+    def attend(layer, q, k, v):
+        scorer = model.scorers[layer]
+        with torch.enable_grad() if anchors is not None else contextlib.nullcontext():
+            scores, log_gamma = scorer(k.detach(), v.detach(), retention.lengths), scorer.log_gamma()
+        with torch.no_grad():
+            evict_at = plan(effective_priority(scores, log_gamma), spec)
+        out, lse = attention(q, k, v, evict_at)
+        inputs = (scores, log_gamma, q.detach(), k.detach(), lse.detach(), evict_at, retention, layer)
+        if anchors is None:
+            return RetentionLoss.apply(out, *inputs)
+        with torch.enable_grad():
+            anchors.append(RetentionLoss.apply(q.new_zeros((), requires_grad=True), *inputs))
+        return out
+    return attend
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses. Logits exist for one chunk of tokens at a time; the backward computes them again.
+
+def chunked(fn, *tensors, chunk=16384):
+    """Sum of fn over chunks of rows, recomputed in the backward."""
+    total = 0.0
+    for parts in zip(*(t.split(chunk) for t in tensors)):
+        total = total + checkpoint(fn, *parts, use_reentrant=False)
+    return total
+
+
+def cross_entropy(model, hidden, targets, weight):
+    """Weighted mean next-token loss; hidden (B, T, C), targets and weight (B, T)."""
+    def part(h, y, w):
+        return (F.cross_entropy(model.unembed(h).float(), y, reduction="none") * w).sum()
+    return chunked(part, hidden.flatten(0, 1), targets.flatten(), weight.flatten()) / weight.sum()
+
+
+def distillation_kl(model, hidden, teacher, teacher_hidden, mask, top_k):
+    """Forward KL(teacher || student) over the teacher's top_k logits, both renormalised there; mean over mask (B, T)."""
+    def part(h, h_teacher):
+        with torch.no_grad():
+            logits, top = teacher.unembed(h_teacher).float().topk(top_k, dim=-1)
+            log_p = logits.log_softmax(-1)
+        log_q = model.unembed(h).float().gather(-1, top).log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum()
+    return chunked(part, hidden[mask], teacher_hidden[mask]) / mask.sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+def autocast(settings):
+    return torch.autocast("cuda", torch.bfloat16) if settings.device == "cuda" else contextlib.nullcontext()
+
+
+def validation_batches(n, settings, batch_size, split="validation", families=FAMILIES):
+    """Batches of whole problems, sorted by length so that little is padding: idx, lengths, starts, families."""
+    problems = [make_problem(family, i, split) for family in families for i in range(n)]
+    problems.sort(key=lambda p: len(p.prompt) + len(p.trace))
+    for i in range(0, len(problems), batch_size):
+        part = problems[i:i + batch_size]
+        idx, lengths, starts = collate_problems(part, 128 if settings.device == "cuda" else None)
+        yield idx.to(settings.device), lengths.to(settings.device), starts.to(settings.device), part
+
+
+@torch.no_grad()
+def evaluate(model, settings, spec=None, scorers=None, n=None, split="validation", batch_size=None, families=FAMILIES):
+    """Teacher-forced: share of trace tokens and of whole traces right, by family; with scorers also the retention loss
+    and recall. A whole trace is right exactly when greedy decoding under the same policy writes it.
+
+    -> dict: token_accuracy, traces_right (mean over families), per-problem `right` lists, loss, recall.
+    """
+    batch_size = batch_size or (32 if settings.device == "cuda" else 1)
+    right, correct, total, losses, recalls = {f: {} for f in families}, 0, 0, [], []
+    for idx, lengths, starts, problems in validation_batches(n or settings.eval_problems, settings, batch_size, split,
+                                                             families):
+        def watch(layer, q, k, lse, scores, evict_at):
+            target = future_attention(q, k, lse, spec.window, lengths, evict_at if settings.bounded else None)
+            generator = torch.Generator(q.device).manual_seed(layer)
+            at, valid = sample_queries(64, *scores.shape[:2], spec, lengths, generator)
+            log_gamma = scorers[layer].log_gamma()
+            losses.append(boundary_loss(scores, log_gamma, target, spec, at, valid, settings.tau).item())
+            recalls.append(retention_recall(evict_at, teacher_evict_at(target, log_gamma, spec), spec, at[..., :32],
+                                            valid).item())
+        learned = scorers is not None and scorers[0].name not in ("oracle", "random", "knorm")
+        attend = causal_attend if scorers is None else policy_attend(scorers, spec, lengths, watch if learned else None)
+        with autocast(settings):
+            hidden = model(idx, attend)
+            guess = torch.cat([model.unembed(h).argmax(-1) for h in hidden.split(1)])
+        mask = response_mask(idx.shape[1], lengths, starts)[:, :-1]
+        hit = (guess[:, :-1] == idx[:, 1:]) | ~mask
+        correct += (hit & mask).sum().item()
+        total += mask.sum().item()
+        for problem, ok in zip(problems, hit.all(1).tolist()):
+            right[problem.family][problem.index] = ok
+    finite = [r for r in recalls if r == r]
+    return {"token_accuracy": correct / total, "n_problems": sum(len(v) for v in right.values()),
+            "traces_right": sum(sum(v.values()) / len(v) for v in right.values()) / len(right),
+            "by_family": {f: sum(v.values()) / len(v) for f, v in right.items()},
+            "right": {f: [v[i] for i in sorted(v)] for f, v in right.items()},
+            "loss": sum(losses) / len(losses) if losses else None,
+            "recall": sum(finite) / len(finite) if finite else None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints, log, learning rate
+
+class Run:
+    """The output folder of a run: train_state.pt to resume, the exported checkpoint, log.json. All writes are atomic."""
+
+    def __init__(self, settings):
+        self.settings, self.folder, self.started = settings, Path(settings.out), time.time()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / ".write_test"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ValueError(f"cannot write to --out {self.folder}: {error.strerror or error}") from None
+        self.log = {"command": " ".join(["python", *sys.argv]), "settings": asdict(settings), **provenance(settings.device),
+                    "history": []}
+
+    def write_json(self, name, content):
+        path = self.folder / f"{name}.tmp"
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(path, self.folder / name)
+
+    def save(self, model, optimizer, step, spec=None):
+        """Export for decode.py and the exact training state."""
+        state = {"step": step, "settings": asdict(self.settings), "history": self.log["history"],
+                 "parameters": {k: v.detach() for k, v in model.state_dict().items()},
+                 "optimizer": optimizer.state_dict()}
+        path = self.folder / "train_state.pt.tmp"
+        torch.save(state, path)
+        os.replace(path, self.folder / "train_state.pt")
+        if self.settings.stage == "pretrain" or self.settings.train_base:
+            save_model(model, self.folder)
+        if spec is not None:
+            base = "." if self.settings.train_base else os.path.relpath(self.settings.model, self.folder)
+            scorers_module.save_scorers(model.scorers, self.folder, {
+                "n_sink": spec.n_sink, "window": spec.window, "budget": spec.budget, "weights": base,
+                "base": os.path.relpath(self.settings.model, self.folder)})
+        self.write_json("log.json", self.log)
+
+    def resume(self, model, optimizer):
+        """-> the step to continue with; 0 without --resume."""
+        path = self.folder / "train_state.pt"
+        if not self.settings.resume:
+            return 0
+        if not path.is_file():
+            raise FileNotFoundError(f"--resume, but {path} does not exist: check --out, or start without --resume")
+        state = torch.load(path, map_location=self.settings.device, weights_only=True)
+        may_differ = {"resume", "steps", "log_every", "eval_every", "eval_problems", "save_every", "workers", "device",
+                      "compile", "out", "warmup"}
+        for name, value in state["settings"].items():
+            if name not in may_differ and value != getattr(self.settings, name):
+                raise ValueError(f"--resume: {path} was trained with {name} = {value!r}, not "
+                                 f"{getattr(self.settings, name)!r}: give the same options or start without --resume")
+        if state["step"] >= self.settings.steps:
+            raise ValueError(f"--resume: {path} is at step {state['step']} already: raise --steps above it")
+        model.load_state_dict(state["parameters"])
+        optimizer.load_state_dict(state["optimizer"])
+        self.log["history"] = state["history"]
+        print(f"resuming from {path} at step {state['step']}")
+        return state["step"]
+
+    def progress(self, step, first_step, tokens, **values):
+        elapsed = time.time() - self.started
+        done = step + 1 - first_step
+        left = elapsed / done * (self.settings.steps - step - 1)
+        self.log["history"].append({"step": step + 1, **values, "tokens": tokens})
+        print(f"step {step + 1:5d}/{self.settings.steps}  " +
+              "  ".join(f"{k} {v:.4f}" if abs(v) >= 1e-3 or v == 0 else f"{k} {v:.2e}" for k, v in values.items()) +
+              f"  {tokens / elapsed:,.0f} tokens/s  {left:.0f} s left", flush=True)
+
+
+def provenance(device):
+    """commit, date, device and versions: what a number needs beside it."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True,
+                                cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return {"commit": commit, "date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__,
+            "python": sys.version.split()[0]}
+
+
+def learning_rate(step, settings):
+    """Linear warm-up, then cosine to final_lr_ratio of the peak."""
+    if step < settings.warmup:
+        return settings.learning_rate * (step + 1) / settings.warmup
+    x = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    return settings.learning_rate * (settings.final_lr_ratio + (1 - settings.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * x)))
+
+
+def make_optimizer(model, settings):
+    """Two groups: `scheduled` follows learning_rate(); the base under a retrofit keeps its own constant rate."""
+    new = [p for n, p in model.named_parameters() if n.startswith("scorers.") or settings.stage == "pretrain"]
+    base = [p for n, p in model.named_parameters() if not n.startswith("scorers.") and settings.stage != "pretrain"]
+    groups = [{"params": new, "lr": settings.learning_rate, "scheduled": True}]
+    if settings.train_base:
+        groups.append({"params": base, "lr": settings.base_learning_rate, "scheduled": False})
+    for p in base:
+        p.requires_grad_(settings.train_base)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=settings.device == "cuda")
+
+
+def optimizer_step(model, optimizer, step, settings):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+    for group in optimizer.param_groups:
+        if group["scheduled"]:
+            group["lr"] = learning_rate(step, settings)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two jobs
+
+def pretrain(settings):
+    run = Run(settings)
+    torch.manual_seed(settings.seed)
+    config = ModelConfig(vocab_size=264, n_layer=settings.n_layer, n_embd=settings.n_embd, n_head=settings.n_head,
+                         n_kv_head=settings.n_kv_head, head_dim=settings.head_dim, max_seq_len=4096,
+                         intermediate_size=settings.intermediate_size, eos_token_ids=[EOT], alphabet=ALPHABET)
+    model = Transformer(config).to(settings.device)
+    optimizer = make_optimizer(model, settings)
+    first_step = run.resume(model, optimizer)
+    # one graph for the whole forward: its layers are the same few kernels
+    forward = torch.compile(model, dynamic=False) if settings.compile and settings.device == "cuda" else model
+    rows = PackedRows(MAX_LENGTH, settings.seed, settings.prompt_weight)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {settings.device}")
+    tokens, step = 0, first_step
+    try:
+        for step, batch in enumerate(loader(rows, settings, first_step), first_step):
+            idx, targets, weight, doc_end = (x.to(settings.device, non_blocking=True) for x in batch)
+            with autocast(settings):
+                hidden = forward(idx, packed_attend(doc_end, config.n_head))
+                loss = cross_entropy(model, hidden, targets, weight)
+            loss.backward()
+            optimizer_step(model, optimizer, step, settings)
+            tokens += idx.numel()
+            if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
+                run.progress(step, first_step, tokens, loss=finite(loss, step), lr=learning_rate(step, settings))
+            if settings.eval_every and (step + 1) % settings.eval_every == 0:
+                report(run, f"step {step + 1}", dense=evaluate(model, settings))
+            if (step + 1) % settings.save_every == 0:
+                run.save(model, optimizer, step + 1)
+    except KeyboardInterrupt:
+        return interrupted(run, model, optimizer, step)
+    run.log["evaluation"] = report(run, "after", dense=evaluate(model, settings))
+    run.log["seconds"] = time.time() - run.started
+    run.save(model, optimizer, settings.steps)
+    print(f"wrote {run.folder}")
+
+
+def retrofit(settings):
+    run = Run(settings)
+    torch.manual_seed(settings.seed)
+    model = load_model(settings.model, device=settings.device, dtype=torch.float32)
+    config = model.config
+    spec = CacheSpec(settings.n_sink, settings.window, settings.budget,
+                     scorers_module.state_entries(settings.policy, config.head_dim))
+    if config.vocab_size <= EOT:
+        raise ValueError(f"{settings.model} has {config.vocab_size} tokens, but the traces use byte ids up to {EOT}: "
+                         "point --model at a base made by --stage pretrain")
+    make = lambda policy: torch.nn.ModuleList(  # noqa: E731
+        scorers_module.make_scorer(policy, n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window,
+                                   layer=i, seed=settings.seed) for i in range(config.n_layer)).to(settings.device)
+    teacher = copy.deepcopy(model).requires_grad_(False) if settings.train_base else None
+    model.scorers = make(settings.policy)
+    optimizer = make_optimizer(model, settings)
+    first_step = run.resume(model, optimizer)
+    print(f"{settings.policy} on {settings.model}, {'all weights' if settings.train_base else 'scorer alone'}: "
+          f"{sum(p.numel() for p in model.scorers.parameters()):,} scorer parameters on {settings.device}; "
+          f"{spec.n_sink} sinks + {spec.window} window + {spec.n_select} selected + {spec.state_entries} state "
+          f"= {spec.budget} entries a head")
+    streaming = CacheSpec(spec.n_sink, spec.window, spec.budget)
+    if first_step == 0:
+        before = report(run, "before", dense=evaluate(model, settings),
+                        streaming=evaluate(model, settings, streaming, make("streaming")),
+                        **{settings.policy: evaluate(model, settings, spec, model.scorers)})
+        run.log["before"] = before
+    run.started = time.time()
+    rows = Problems("train", settings.seed)
+    collate = lambda problems: collate_problems(problems, MAX_LENGTH if settings.device == "cuda" else None)  # noqa: E731
+    tokens, step = 0, first_step
+    try:
+        for step, (idx, lengths, starts) in enumerate(loader(rows, settings, first_step, collate), first_step):
+            idx, lengths, starts = (x.to(settings.device, non_blocking=True) for x in (idx, lengths, starts))
+            logging = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
+            retention = Retention(spec, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples, tau=settings.tau,
+                                  bounded=settings.bounded, seed=settings.seed * 10**6 + step, want_recall=logging)
+            kl = None
+            if settings.train_base:
+                with autocast(settings):
+                    with torch.no_grad():
+                        teacher_hidden = teacher(idx, causal_attend)
+                    hidden = model(idx, training_attend(model, spec, retention))
+                    kl = distillation_kl(model, hidden, teacher, teacher_hidden,
+                                         response_mask(idx.shape[1], lengths, starts), min(settings.top_k, config.vocab_size))
+                kl.backward()
+            else:
+                anchors = []
+                with autocast(settings), torch.no_grad():
+                    model(idx, training_attend(model, spec, retention, anchors))
+                sum(anchors).backward()
+            optimizer_step(model, optimizer, step, settings)
+            tokens += int(lengths.sum()) if settings.device == "cpu" else idx.numel()
+            if logging:
+                mean = lambda d: sum(v.item() for v in d.values()) / len(d)  # noqa: E731
+                values = dict(retention=mean(retention.loss), recall=mean(retention.recall))
+                if kl is not None:
+                    values["kl"] = finite(kl, step)
+                run.progress(step, first_step, tokens, **values)
+            if settings.eval_every and (step + 1) % settings.eval_every == 0:
+                report(run, f"step {step + 1}", **{settings.policy: evaluate(model, settings, spec, model.scorers)})
+            if (step + 1) % settings.save_every == 0:
+                run.save(model, optimizer, step + 1, spec)
+    except KeyboardInterrupt:
+        return interrupted(run, model, optimizer, step, spec)
+    run.log["seconds"] = time.time() - run.started
+    run.log["after"] = report(run, "after", **{settings.policy: evaluate(model, settings, spec, model.scorers)})
+    run.save(model, optimizer, settings.steps, spec)
+    if "before" in run.log:
+        print_before_after(run.log["before"], run.log["after"], settings.policy)
+    print(f"wrote {run.folder}; try: python decode.py --model {run.folder}")
+
+
+def finite(loss, step):
+    value = loss.item()
+    if not math.isfinite(value):
+        raise ValueError(f"the loss is {value} at step {step + 1}: the last checkpoint in --out is kept; lower the learning rate")
+    return value
+
+
+def interrupted(run, model, optimizer, step, spec=None):
+    run.save(model, optimizer, step, spec)  # `step` may be half done; its gradient is not kept, so it runs again
+    print(f"\ninterrupted in step {step + 1}: {run.folder} holds the state after {step} steps; continue with --resume",
+          file=sys.stderr)
+    return 130
+
+
+def report(run, when, **results):
+    """Print and return one line a policy, without the per-problem lists."""
+    for policy, r in results.items():
+        extra = "" if r["loss"] is None else f"  retention loss {r['loss']:.3f}  recall {r['recall']:.3f}"
+        families = ", ".join(f"{f} {v:.3f}" for f, v in r["by_family"].items())
+        print(f"{when}: {policy:10s} trace tokens right {r['token_accuracy']:.4f}  whole traces {r['traces_right']:.3f} "
+              f"({families}; n = {r['n_problems']}){extra}", flush=True)
+    return {policy: {k: v for k, v in r.items() if k != "right"} for policy, r in results.items()}
+
+
+def print_before_after(before, after, policy):
+    rows = [("retention loss", "loss", 3), ("recall of the teacher's top-k", "recall", 3),
+            ("trace tokens right", "token_accuracy", 4), ("whole traces right", "traces_right", 3)]
+    print(f"\n{policy:32s}{'before':>10s}{'after':>10s}")
+    for name, key, digits in rows:
+        print(f"{name:32s}{before[policy][key]:10.{digits}f}{after[policy][key]:10.{digits}f}")
+    print(f"(dense: {before['dense']['token_accuracy']:.4f} of tokens, {before['dense']['traces_right']:.3f} of traces; "
+          f"streaming: {before['streaming']['token_accuracy']:.4f}, {before['streaming']['traces_right']:.3f})\n")
+
+
+def main(argv=None):
+    try:
+        settings = parse_settings(argv)
+        return (pretrain if settings.stage == "pretrain" else retrofit)(settings) or 0
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
