@@ -1,0 +1,598 @@
+"""Generation with a KV cache that never grows: N = n_sink + window + n_select slots per KV head, whatever the length.
+
+What this file holds, bottom-up:
+  LayerCache, KVCache   the static tensors of one layer and of all; `step` evicts one entry and writes one
+  prefill, step         whole prompts under the mask of training, keeping each layer's survivors; then a token a row
+  sample, generate      filters, per-row randomness, the batched loop with its stop reasons
+  draw_kept, main       which tokens every layer still holds, as a picture; the command line
+How it departs from a vanilla KV cache: a slot is not a position. A new token takes the slot of the token evicted for
+it, so nothing moves; keys are stored rotated at their absolute position, which is kept beside each slot. No branch
+looks at data and no tensor changes its address, so a step can be captured in one CUDA graph. The dense policy is the
+same code with a window as long as the sequence, which no token ever leaves.
+
+Letters: B batch, T tokens, H query heads, H_kv KV heads, D head_dim, N slots; q the position of the newest token.
+"""
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from data.tokenizer import EOT, decode, encode_checked
+from data.traces import FAMILIES, check, make_problem
+from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
+from model import ModelConfig, Transformer, load_model, read_json
+from scorer import check_window, load_scorers, make_scorer, state_entries
+
+DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder without a scorer.json
+SHIPPED = Path(__file__).resolve().parent / "assets"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache
+
+def choose_victim(priority, position):
+    """Slot to give up, (B, H_kv) int64: the lowest priority, among equals the oldest position. Exact at any precision.
+
+    A bare argmin would break ties by slot, and the mask of training breaks them by position. Empty slots carry -inf
+    and position slot - N, so that the same rule fills slots 0, 1, 2, ... before anything is evicted.
+    """
+    lowest = priority.amin(-1, keepdim=True)  # (B, H_kv, 1)
+    return position.masked_fill(priority > lowest, NEVER).argmin(-1)
+
+
+class LayerCache:
+    """The slots of one layer, all tensors static:
+
+    k_cache, v_cache  (B, H_kv, N, D)   keys after RoPE at absolute positions
+    priority          (B, H_kv, N)      fp32; +inf on sinks and on tokens in the window, -inf on empty slots
+    position          (B, H_kv, N)      int32, absolute; negative on empty slots
+    ring              (B, H_kv, window) int32; entry t % window is the slot of token t of the window
+    state             the scorer's own, dict of fp32 tensors
+    With an fp64 model (tests) priority and state are fp64. scorer None: the window is all there is.
+    """
+
+    def __init__(self, config, spec, batch, scorer, device, dtype):
+        self.spec, self.scorer = spec, scorer
+        self.wide = torch.promote_types(dtype, torch.float32)
+        heads = (batch, config.n_kv_head)
+        self.k_cache = torch.empty(*heads, spec.n_slots, config.head_dim, device=device, dtype=dtype)
+        self.v_cache = torch.empty_like(self.k_cache)
+        self.priority = torch.empty(*heads, spec.n_slots, device=device, dtype=self.wide)
+        self.position = torch.empty(*heads, spec.n_slots, device=device, dtype=torch.int32)
+        self.ring = torch.empty(*heads, spec.window, device=device, dtype=torch.int32)
+        self.state = {} if scorer is None else scorer.init_state(batch, device, self.wide)
+        self.b = torch.arange(batch, device=device)[:, None]  # (B, 1), with h and a (B, H_kv) slot: one entry a head
+        self.h = torch.arange(config.n_kv_head, device=device)[None]  # (1, H_kv)
+        self.reset()
+
+    def reset(self):
+        """Empty, in place."""
+        self.k_cache.zero_()
+        self.v_cache.zero_()
+        self.priority.fill_(-math.inf)
+        self.position.copy_(torch.arange(-self.spec.n_slots, 0, device=self.position.device))
+        self.ring.zero_()
+        if self.scorer is not None:
+            self.set_state(self.scorer.init_state(self.b.shape[0], self.b.device, self.wide))
+
+    def set_state(self, state):
+        for name, tensor in self.state.items():
+            tensor.copy_(state[name])
+
+    def fill(self, k, v, priority, evict_at, lengths, state):
+        """Take over what a masked pass over right-padded prompts leaves; the cache must be empty.
+
+        k, v (B, H_kv, T, D), priority and evict_at (B, H_kv, T), lengths (B,). A row's survivors are the tokens that
+        its last query sees, itself included; they go to slots 0, 1, 2, ... in time order, pads nowhere.
+        """
+        N, window, T = self.spec.n_slots, self.spec.window, k.shape[2]
+        n, last = min(N, T), (lengths - 1)[:, None, None]  # last query of each row
+        alive = (torch.arange(T, device=k.device) <= last) & (evict_at > last)  # (B, H_kv, T)
+        token = (~alive).int().argsort(dim=-1, stable=True)[..., :n]  # (B, H_kv, n): survivors first, in time order
+        slot = torch.arange(n, device=k.device)
+        count = (last + 1).clamp(max=N)  # (B, 1, 1): every head of a row holds as many
+        filled = slot < count  # (B, 1, n)
+        for cache, full in ((self.k_cache, k), (self.v_cache, v)):
+            kept = full.gather(2, token[..., None].expand(*token.shape, full.shape[-1]))  # (B, H_kv, n, D)
+            cache[:, :, :n] = kept.masked_fill(~filled[..., None], 0.0)
+        safe = (token < self.spec.n_sink) | (token > last - window)  # sinks, and the window seen from the last query
+        kept = priority.gather(-1, token).to(self.wide).masked_fill(safe, math.inf)
+        self.priority[..., :n] = kept.masked_fill(~filled, -math.inf)
+        self.position[..., :n] = torch.where(filled, token, slot - N).int()
+        entry = torch.arange(window, device=k.device)
+        newest = last - (last - entry) % window  # (B, 1, window): the newest token of each entry
+        self.ring.copy_((count - 1 - (last - newest)).clamp(min=0))  # the window is the tail of the filled slots
+        self.set_state(state)
+
+    def step(self, q, k, v, input_pos):
+        """One token per row at absolute positions input_pos (B,): evict, write, attend.
+
+        q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels.
+        """
+        b, h, n_sink, window = self.b, self.h, self.spec.n_sink, self.spec.window
+        k, v = k.squeeze(2), v.squeeze(2)  # (B, H_kv, D)
+        entry = (input_pos % window)[:, None]  # (B, 1)
+        if self.scorer is not None:  # token u = q - window leaves the window: score it, let it compete
+            u = input_pos - window  # (B,)
+            slot = self.ring[b, h, entry].long()  # (B, H_kv); read here, written below for token q
+            score, state = self.scorer.step(self.state, k, v, self.k_cache[b, h, slot], self.v_cache[b, h, slot], u)
+            self.set_state(state)
+            new = effective_priority(score, self.scorer.log_gamma(), u[:, None]).to(self.wide)
+            # sinks stay at +inf; rows where nothing has left yet (u < 0) rewrite what is there
+            new = torch.where(u[:, None] >= n_sink, new, self.priority[b, h, slot])
+            self.priority.index_put_((b, h, slot), new)
+        slot = choose_victim(self.priority, self.position)  # decided before the write: never more than N entries
+        # index_put_ and not scatter_: with an expanded index the compiler would copy the whole cache every step
+        self.k_cache.index_put_((b, h, slot), k)
+        self.v_cache.index_put_((b, h, slot), v)
+        self.priority.index_put_((b, h, slot), self.priority.new_full((), math.inf))
+        self.position.index_put_((b, h, slot), input_pos[:, None].int())
+        self.ring.index_put_((b, h, entry), slot.int())
+        visible = (self.position >= 0)[:, :, None]  # (B, H_kv, 1, N): all true from q = N - 1 on
+        grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, group_size, D): a group's heads as its queries
+        out = F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=visible)
+        # A policy that updates its scores from attention would take this step's probabilities (B, H, N) here.
+        return out.reshape(q.shape)
+
+
+class KVCache:
+    """All layers, and `input_pos` (B,) int64, the position of each row's next token.
+
+    spec: CacheSpec. scorers: one per layer, or None for the dense policy with `dense_spec`. Memory for any length:
+    n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state.
+    """
+
+    def __init__(self, config: ModelConfig, spec: CacheSpec, batch, scorers=None, device="cpu", dtype=torch.float32):
+        if scorers is None and (spec.n_sink or spec.n_select):
+            raise ValueError("a cache without scorers cannot select: give one scorer per layer, or dense_spec(limit)")
+        if scorers is not None:
+            check_scorers(scorers, config, spec)
+        self.spec = spec
+        self.layers = [LayerCache(config, spec, batch, scorers[i] if scorers is not None else None, device, dtype)
+                       for i in range(config.n_layer)]
+        self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    def reset(self):
+        for layer in self.layers:
+            layer.reset()
+        self.input_pos.zero_()
+
+    def attend(self, layer, q, k, v):
+        """The model's `attend` while decoding."""
+        return self.layers[layer].step(q, k, v, self.input_pos)
+
+    def kept_positions(self, layer):
+        """Positions held, ascending: list over rows of list over KV heads of lists."""
+        return [[sorted(p for p in head if p >= 0) for head in row] for row in self.layers[layer].position.tolist()]
+
+    def peak_entries(self):
+        """Most slots filled in any layer, row and head; slots are never freed, so it is the peak."""
+        return max(int((layer.position >= 0).sum(-1).max()) for layer in self.layers)
+
+    def nbytes(self):
+        """Bytes held, measured: `cache` (keys and values), `bookkeeping` (priority, position, ring) and `state`."""
+        return dict(cache=sum(x.k_cache.nbytes + x.v_cache.nbytes for x in self.layers),
+                    bookkeeping=sum(x.priority.nbytes + x.position.nbytes + x.ring.nbytes for x in self.layers),
+                    state=sum(t.nbytes for x in self.layers for t in x.state.values()))
+
+
+def dense_spec(limit):
+    """The dense policy: a window of `limit` entries, which no token leaves before position `limit`."""
+    return CacheSpec(n_sink=0, window=limit, budget=limit)
+
+
+def check_scorers(scorers, config, spec):
+    """ValueError when the scorers do not fit the model or were trained with another window."""
+    found = (len(scorers), scorers[0].n_kv_head, scorers[0].head_dim)
+    wanted = (config.n_layer, config.n_kv_head, config.head_dim)
+    if found != wanted:
+        raise ValueError(f"the scorers fit a model with (layers, KV heads, head_dim) = {found}, this one has {wanted}: "
+                         "take both from one folder")
+    check_window(scorers, spec.window)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two ways to fill it
+
+@torch.no_grad()
+def prefill(model: Transformer, idx, lengths, cache: KVCache):
+    """Whole prompts: idx (B, T) int64 right-padded with anything, lengths (B,) int64 -> logits (B, V) of each row's
+    last token. Afterwards the cache has seen queries 0 .. length - 1, and the next step is q = length.
+
+    Layer by layer: parallel scores -> priority -> evict_at -> masked attention; the survivors go to the slots, the
+    layer's other keys and values are dropped. What stays is what stepping through the prompt would have kept.
+    """
+    cache.reset()
+    pad = torch.arange(idx.shape[1], device=idx.device) >= lengths[:, None]  # (B, T)
+    idx = idx.masked_fill(pad, 0)  # whatever stands there, the embedding knows token 0
+
+    def attend(layer, q, k, v):
+        slots = cache.layers[layer]
+        if slots.scorer is None:
+            priority, state = k.new_zeros(k.shape[:3]), {}
+        else:
+            scores, state = slots.scorer(k, v, lengths=lengths, return_state=True)  # (B, H_kv, T)
+            priority = effective_priority(scores, slots.scorer.log_gamma())
+        evict_at = plan(priority, cache.spec)  # a pad ranks only for queries that its row does not have
+        slots.fill(k, v, priority, evict_at, lengths, state)
+        return attention(q, k, v, evict_at)[0]
+
+    hidden = model(idx, attend)  # (B, T, C)
+    cache.input_pos.copy_(lengths)
+    return model.unembed(hidden[torch.arange(len(lengths), device=idx.device), lengths - 1])
+
+
+@torch.no_grad()
+def step(model: Transformer, idx, cache: KVCache):
+    """One token per row: idx (B,) int64 -> logits (B, V). In place on the cache, without a wait for the device."""
+    hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None])  # (B, 1, C)
+    cache.input_pos.add_(1)
+    return model.unembed(hidden[:, 0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling and the loop
+
+def sampling_probs(logits, temperature, top_p=1.0, top_k=0):
+    """logits (B, V) -> fp64 probabilities in descending order (B, V), zero where filtered out, and their token ids.
+
+    Temperature, then top_k (0 = off; exactly k stay, lower ids first among equals), then top_p: the fewest tokens whose
+    share of what top_k left reaches top_p, at least one.
+    """
+    logits = logits.double() - logits.amax(-1, keepdim=True)  # first, so that a tiny temperature gives no inf - inf
+    probs, ids = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        probs[:, top_k:] = 0.0
+    before = probs.cumsum(-1) - probs  # (B, V): what stands ahead of each
+    probs = probs.masked_fill(before >= top_p * probs.sum(-1, keepdim=True), 0.0) if top_p < 1 else probs
+    return probs / probs.sum(-1, keepdim=True), ids
+
+
+def sample(logits, noise, temperature, top_p=1.0, top_k=0):
+    """logits (B, V), noise (B,) fp64 uniform in [0, 1) -> token ids (B,). temperature 0 is greedy."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probs, ids = sampling_probs(logits, temperature, top_p, top_k)
+    place = (probs.cumsum(-1) <= noise[:, None]).sum(-1, keepdim=True)  # the inverse of the cumulative distribution
+    place = torch.minimum(place, (probs > 0).sum(-1, keepdim=True) - 1)  # a sum rounded below 1 must not leave the set
+    return ids.gather(-1, place).squeeze(-1)
+
+
+@dataclass
+class Generation:
+    """What `generate` returns; lists have one entry per row."""
+    tokens: list  # generated ids, without the end token
+    stop: list  # "end token", "max_new_tokens", "max_seq_len" or "interrupted"; None while a row is running
+    seen: list  # positions that went through the cache: the last generated token may not have
+    cache: KVCache
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    steps: int = 0  # decode steps, of the whole batch
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C inside `generate`; args[0] is the Generation so far."""
+
+
+def check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_k):
+    """ValueError for what cannot be generated, before any work."""
+    if not prompts or not all(prompts):
+        raise ValueError("the prompt is empty: give at least one token")
+    if not (0 <= temperature < math.inf and 0 < top_p <= 1 and top_k >= 0):
+        raise ValueError(f"sampling wants temperature >= 0, 0 < top_p <= 1 and top_k >= 0 (0 = off), "
+                         f"got {temperature}, {top_p} and {top_k}")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
+    longest, new = max(map(len, prompts)), max_new_tokens or 1
+    if longest + new > max_seq_len:
+        raise ValueError(f"a prompt of {longest} tokens and {new} new ones need {longest + new} positions, more than "
+                         f"max_seq_len {max_seq_len}: shorten the prompt or lower --max-new-tokens")
+
+
+@torch.no_grad()
+def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_tokens=None, max_seq_len=None,
+             temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_ids=None, on_token=None, cache=None) -> Generation:
+    """Generate for a batch of prompts (lists of token ids, any lengths) until every row has stopped.
+
+    spec and scorers as for KVCache; both None is the dense policy, with room for the longest row. max_new_tokens None:
+    until an end token or max_seq_len (default: the model's). stop_ids default to the model's end tokens.
+    seed: one int, row b then draws with seed + b, or one per row. A row's random numbers depend on its seed alone, so
+    it draws the same text in any batch and on any device, up to what rounding does to the logits.
+    on_token(row, id) is called for each new token. cache: one to reuse, it is reset. Rows that have stopped go through
+    the steps unread, to keep the shapes: their slots mean nothing after that. ValueError before any work.
+    """
+    config, weight = model.config, model.model.embed_tokens.weight
+    max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
+    stop_ids = config.eos_token_ids if stop_ids is None else stop_ids
+    check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_k)
+    B, longest = len(prompts), max(map(len, prompts))
+    room = max_new_tokens or max_seq_len - min(map(len, prompts))
+    if cache is None:
+        spec = dense_spec(longest + room) if spec is None else spec
+        cache = KVCache(config, spec, B, scorers, weight.device, weight.dtype)
+    # all randomness is drawn before the loop and on the CPU, so that it is the same in any batch and on any device
+    seeds = [seed + b for b in range(B)] if isinstance(seed, int) else seed
+    noise = torch.stack([torch.rand(room if temperature else 1, dtype=torch.float64,
+                                    generator=torch.Generator().manual_seed(s % 2**63)) for s in seeds])  # (B, steps)
+    noise, result = noise.to(weight.device), Generation([[] for _ in prompts], [None] * B, [0] * B, cache)
+    # FlexAttention compiles once per padded length, so on a GPU lengths come in steps of an eighth to a quarter
+    unit = 1 if weight.device.type == "cpu" else max(128, 2 ** longest.bit_length() // 8)
+    T = -(-longest // unit) * unit
+    idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=weight.device)
+    lengths = torch.tensor([len(p) for p in prompts], device=weight.device)
+    start = time.perf_counter()
+    try:
+        logits = prefill(model, idx, lengths, cache)  # (B, V)
+        while True:
+            ids = sample(logits, noise[:, result.steps if temperature else 0], temperature, top_p, top_k)
+            for b, token in enumerate(ids.tolist()):  # the one wait for the device in a step
+                if result.stop[b] is not None:
+                    continue
+                result.seen[b] = len(prompts[b]) + result.steps
+                if token in stop_ids:
+                    result.stop[b] = "end token"
+                    continue
+                result.tokens[b].append(token)
+                if len(result.tokens[b]) == max_new_tokens:
+                    result.stop[b] = "max_new_tokens"
+                elif len(prompts[b]) + len(result.tokens[b]) == max_seq_len:
+                    result.stop[b] = "max_seq_len"
+                if on_token is not None:
+                    on_token(b, token)
+            if result.steps == 0:
+                result.prefill_seconds, start = time.perf_counter() - start, time.perf_counter()
+            if all(result.stop):
+                break
+            logits = step(model, ids, cache)
+            result.steps += 1
+    except KeyboardInterrupt:
+        result.stop = [reason or "interrupted" for reason in result.stop]
+        raise Interrupted(result) from None
+    finally:
+        result.decode_seconds = time.perf_counter() - start
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The picture and the command line
+
+def draw_kept(path, cache, ids, n_prompt, title, columns=128):
+    """Which tokens the heads hold (batch row 0): a column per token of `ids`, a row per layer, wrapped into strips.
+    Black = held by all KV heads of the layer, white = by none; hatched = past the end."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    kept = [cache.kept_positions(layer)[0] for layer in range(len(cache.layers))]
+    n_layer, n_head, n_strip = len(kept), len(kept[0]), -(-len(ids) // columns)
+    count = torch.tensor([[sum(t in head for head in heads) for t in range(len(ids))]
+                          for heads in ([set(head) for head in heads] for heads in kept)])  # (n_layer, T)
+    height = n_strip * (0.13 * n_layer + 0.42) + 1.2
+    fig, axes = plt.subplots(n_strip, 1, figsize=(17, height), squeeze=False, layout="constrained")
+    for start, ax in zip(range(0, len(ids), columns), axes[:, 0]):
+        labels = [{10: "\u21b5", 32: "\u2423"}.get(t, chr(t) if 32 < t < 127 else f"{t:x}")
+                  for t in ids[start:start + columns]]
+        image = ax.pcolormesh(count[:, start:start + columns], cmap=plt.get_cmap("Greys", n_head + 1), vmin=-0.5,
+                              vmax=n_head + 0.5, edgecolors="0.75", linewidth=0.3)
+        ax.set(xlim=(0, columns), ylim=(n_layer, 0), ylabel=f"layer\n(from {start})", yticks=[0.5, n_layer - 0.5],
+               yticklabels=[0, n_layer - 1])
+        ax.set_xticks([i + 0.5 for i in range(len(labels))], labels, family="monospace")
+        ax.tick_params(length=0, pad=1, labelsize=7)
+        ax.axvspan(len(labels), columns, facecolor="none", edgecolor="0.5", hatch="///")
+        if start <= n_prompt < start + columns:
+            ax.plot(n_prompt - start + 0.5, -0.35, "kv", markersize=5, clip_on=False)
+    axes[-1, 0].set_xlabel("token, in order of position (triangle: the first generated one)")
+    fig.suptitle(title, fontsize=10)
+    fig.colorbar(image, ax=axes[:, 0], ticks=range(n_head + 1), label="KV heads that hold the token at the end",
+                 shrink=min(1.0, 4 / height), aspect=12, pad=0.01)
+    fig.savefig(path, dpi=100)
+    plt.close(fig)
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def emit(data):
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()  # as it comes
+
+
+def resolve_policy(args):
+    """-> folder of the weights, policy, whether its scorers lie there, settings: --model and --policy taken together.
+
+    A policy that was trained lives with its weights. One that needs no training runs on the base model, which a
+    retrofitted folder names under "base" in its scorer.json, relative to itself.
+    """
+    folder = Path(args.model)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no checkpoint folder {args.model!r}: give one with --model")
+    retrofit = (folder / "scorer.json").is_file()
+    settings = read_json(folder / "scorer.json") if retrofit else DEFAULTS
+    own = settings.get("policy") if retrofit else "dense"
+    policy = args.policy or own
+    state_entries(policy, 2)  # refuses an unknown name
+    if policy == "oracle":
+        raise ValueError("policy oracle ranks by future attention, which no decoder has: choose another --policy")
+    trained = policy in ("kvpop", "kvpop-mlp")
+    if trained and retrofit and policy != own:
+        raise ValueError(f"{folder} was trained for policy {own}: give a {policy} checkpoint with --model")
+    if trained or not retrofit or policy == own:
+        return folder, policy, trained or retrofit, settings  # load_scorers says it if a folder has none
+    if not settings.get("base"):
+        raise ValueError(f"{folder}/scorer.json names no base model for policy {policy}: give its folder with --model")
+    base = folder / settings["base"]
+    say(f"policy {policy} needs no training: using the base model in {os.path.normpath(base)}")
+    return base, policy, False, settings
+
+
+def resolve_spec(args, settings, policy, config, limit):
+    """CacheSpec from the flags, else from the settings; None for dense. Warns where the sinks go."""
+    flags = {name: getattr(args, name) for name in ("n_sink", "window", "budget")}
+    if policy == "dense":
+        if any(value is not None for value in flags.values()):
+            raise ValueError("policy dense keeps every token: drop --budget, --n-sink and --window")
+        return None
+    values = {name: settings.get(name) if value is None else value for name, value in flags.items()}
+    if odd := [name for name, value in values.items() if type(value) is not int]:
+        raise ValueError(f"scorer.json gives no integer {odd[0]}: give it with --{odd[0].replace('_', '-')}")
+    spec = CacheSpec(**values, state_entries=state_entries(policy, config.head_dim))
+    if spec.n_sink == 0:
+        say("warning: n_sink 0 evicts the attention sinks; most models break down beyond the budget")
+    most = max(limit, spec.n_sink + spec.window) + spec.state_entries  # no token would reach more slots
+    return replace(spec, budget=min(spec.budget, most))
+
+
+def resolve_prompt(args, config):
+    """-> prompt ids, and the generated problem they come from or None."""
+    if config.vocab_size > 512:
+        raise ValueError(f"this command speaks bytes, the model has {config.vocab_size} tokens: call generate()")
+    text, path = args.prompt, args.prompt_file
+    if text is None and path is None:
+        problem = make_problem(args.family or FAMILIES[0], args.problem or 0, "test")
+        return encode_checked(problem.prompt, config.alphabet), problem
+    if args.problem is not None or args.family is not None:
+        raise ValueError("--problem and --family choose a generated prompt: leave them out when you give your own")
+    try:
+        if path is not None:
+            text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read --prompt-file {path!r} as UTF-8 text: {error}") from None
+    return encode_checked(text, config.alphabet), None
+
+
+def resolve_device(args):
+    """-> torch device and dtype; bf16 on CUDA and fp32 on CPU unless asked otherwise."""
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or (index or "0") not in map(str, range(torch.cuda.device_count()))):
+        raise ValueError(f"--device {name!r} is not here: use cpu, or cuda:N with N < {torch.cuda.device_count()}")
+    dtype = args.dtype or ("bfloat16" if kind == "cuda" else "float32")
+    return torch.device(name), getattr(torch, dtype)
+
+
+def known_record(folder, policy, budget, family):
+    """"; this checkpoint: P of M right", or "" where assets/results/first-look.json has no row for it: rows with model
+    (folder name), policy, budget (None for dense), family, right, problems."""
+    path, wanted = SHIPPED / "results" / "first-look.json", (Path(folder).resolve().name, policy, budget, family)
+    for row in json.loads(path.read_text()).get("rows", []) if path.is_file() else []:
+        if wanted == tuple(row.get(key) for key in ("model", "policy", "budget", "family")):
+            return f"; this checkpoint: {row['right']} of {row['problems']} right"
+    return ""
+
+
+def summary(result, policy, config, n_prompt):
+    """The closing lines: entries against positions, bytes measured against the formula, speed, why it stopped."""
+    cache, spec, seen, steps = result.cache, result.cache.spec, result.seen[0], result.steps
+    held, size, width = cache.peak_entries(), cache.nbytes(), cache.layers[0].k_cache.element_size()
+    charged = held + spec.state_entries
+    formula = config.n_layer * 2 * config.n_kv_head * spec.n_slots * config.head_dim * width
+    parts = (f", budget {spec.budget} = {spec.n_sink} sinks + {spec.window} window + {spec.n_select} selected + "
+             f"{spec.state_entries} scorer state")
+    return [
+        f"policy: {policy}{'' if policy == 'dense' else parts}",
+        f"entries per KV head: {held} at the peak of {seen} positions seen"
+        + (f", {charged} with the scorer state" if spec.state_entries else "")
+        + f"; compression {max(0.0, 1 - charged / max(1, seen)):.1%}",
+        f"cache: {size['cache']} bytes measured; {config.n_layer} layers * 2 * {config.n_kv_head} KV heads * "
+        f"{spec.n_slots} slots * {config.head_dim} * {width} bytes = {formula}",
+        f"priority, position, window ring: {size['bookkeeping']} bytes, not charged (every policy has them)",
+        f"scorer state: {size['state']} bytes, charged as {spec.state_entries} entries per KV head",
+        f"prefill: {n_prompt} tokens, {n_prompt / (result.prefill_seconds or math.inf):.1f} tokens/s; "
+        f"decode: {steps} steps, {steps / (result.decode_seconds or math.inf):.1f} tokens/s",
+        f"stopped by: {result.stop[0]}"]
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(
+        description="Generate with a KV cache of fixed size. Text goes to stdout as it comes, the rest to stderr.")
+    add = parser.add_argument
+    add("--model", default=str(SHIPPED / "kvpop"), metavar="FOLDER", help="checkpoint (default: %(default)s)")
+    add("--policy", help="dense, streaming, random, knorm (on the base model) or the checkpoint's own (default)")
+    add("--budget", type=int, help="entries per KV head, all included (default: the checkpoint's)")
+    add("--n-sink", type=int, help="first positions, never evicted (default: the checkpoint's)")
+    add("--window", type=int, help="newest positions, the query included (default: the checkpoint's)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT", help="prompt, taken as it is (default: a generated test problem)")
+    source.add_argument("--prompt-file", metavar="PATH", help="read the prompt from a file, - for stdin")
+    add("--problem", type=int, metavar="N", help="number of the generated test problem (default: 0)")
+    add("--family", help="family of the generated problem, arith or walk (default: arith)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    add("--top-p", type=float, default=1.0, help="share of probability to sample from (default: %(default)s)")
+    add("--top-k", type=int, default=0, help="number of tokens to sample from, 0 = all (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the sampling and of policy random (default: %(default)s)")
+    add("--max-new-tokens", type=int, help="stop after so many (default: at an end token or --max-seq-len)")
+    add("--max-seq-len", type=int, help="prompt and text together (default and limit: the model's)")
+    add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
+    add("--picture", metavar="FILE.png", help="draw which tokens each layer still holds at the end")
+    return parser.parse_args(argv)
+
+
+def run(args):
+    """The command, after parsing -> exit code. All that can be refused is, before weights are read."""
+    folder, policy, has_scorers, settings = resolve_policy(args)
+    config = ModelConfig.from_dict(read_json(folder / "config.json"))
+    limit = config.max_seq_len if args.max_seq_len is None else args.max_seq_len
+    if not 0 < limit <= config.max_seq_len:
+        raise ValueError(f"--max-seq-len {limit} is outside 1 .. {config.max_seq_len}, what the model was trained on")
+    spec = resolve_spec(args, settings, policy, config, limit)
+    prompt, problem = resolve_prompt(args, config)
+    device, dtype = resolve_device(args)
+    check_request([prompt], args.max_new_tokens, limit, args.temperature, args.top_p, args.top_k)
+    if args.picture:
+        parent = os.path.join(os.path.dirname(args.picture) or ".", "")  # the slash: a file will not do
+        if not args.picture.endswith(".png") or not os.access(parent, os.W_OK):
+            raise ValueError(f"--picture {args.picture!r} cannot be written: give a .png file in a folder that exists")
+    scorers = None
+    if has_scorers:
+        scorers = load_scorers(folder)[0]
+    elif policy != "dense":
+        shape = dict(n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window, seed=args.seed)
+        scorers = torch.nn.ModuleList(make_scorer(policy, layer=i, **shape) for i in range(config.n_layer))
+    if scorers is not None:
+        check_scorers(scorers, config, spec)
+        scorers.to(device)
+    model = load_model(folder, device, dtype).eval()
+    try:
+        code, result = 0, generate(
+            model, [prompt], spec, scorers, max_new_tokens=args.max_new_tokens, max_seq_len=limit, seed=args.seed,
+            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, stop_ids=config.eos_token_ids or [EOT],
+            on_token=lambda row, token: emit(bytes([token] if token < EOT else [])))
+    except Interrupted as stopped:
+        code, result = 130, stopped.args[0]
+    emit(b"\n")
+    say("\n".join(summary(result, policy, config, len(prompt))))
+    if problem is not None:
+        verdict = check(problem, decode(t for t in result.tokens[0] if t <= EOT))
+        record = known_record(folder, policy, spec and spec.budget, problem.family)
+        say(f"answer: {'right' if verdict.answer_right else 'wrong'}, trace: {verdict.message}{record}")
+    if args.picture and result.seen[0]:
+        ids, slots = (prompt + result.tokens[0])[:result.seen[0]], result.cache.spec.n_slots
+        draw_kept(args.picture, result.cache, ids, len(prompt),
+                  f"Tokens held by policy {policy} after {len(ids)} positions, {slots} slots per KV head")
+        say(f"wrote {args.picture}")
+    return code
+
+
+def main(argv=None):
+    try:
+        return run(parse_args(argv))
+    except BrokenPipeError:  # the reader of stdout went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
+        say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
