@@ -15,6 +15,7 @@ evicted. `budget` is what a KV head may hold, sinks, window and the scorer's own
 Letters: B batch, T tokens, H query heads, H_kv KV heads, D head_dim, M candidates = T - n_sink - window.
 """
 import argparse
+import functools
 import math
 from dataclasses import dataclass
 
@@ -23,6 +24,17 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, 
 
 NEVER = 2**31 - 1  # evict_at of a token that is never evicted; int32 so that the mask kernel loads 4 bytes a key
 TILE = 128         # FlexAttention's default BLOCK_SIZE
+
+
+def compiled_on_gpu(fn):
+    """fn through torch.compile when its first argument is on a GPU (one compilation a shape): planning is dozens of
+    small kernels, and launching them one by one would cost more than the attention they save."""
+    compiled = torch.compile(fn, dynamic=False, fullgraph=True)
+
+    @functools.wraps(fn)
+    def call(first, *args):
+        return (compiled if first.is_cuda else fn)(first, *args)
+    return call
 
 
 @dataclass(frozen=True)
@@ -211,12 +223,14 @@ def parallel_cutoffs(rank, n_select):
     return cutoff.masked_fill(count < n_select, -1)
 
 
+@compiled_on_gpu
 def running_topk(priority, spec):
     """Ranks and running thresholds of the candidates: (rank, cutoff), each (B, H_kv, M) int64."""
     rank = rank_candidates(priority, spec)
     return rank, parallel_cutoffs(rank, spec.n_select)
 
 
+@compiled_on_gpu
 def evict_at_from_cutoffs(rank, cutoff, spec, T):
     """First query that no longer sees each token: (B, H_kv, T) int32, NEVER for sinks, survivors and the last window.
 
@@ -248,17 +262,19 @@ def keep_everything(B, n_kv_head, T, device=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Which tiles are empty, partial, full
 
+@compiled_on_gpu
+def tile_table(tiles, n_head):
+    """(B, H_kv, q tiles, kv tiles) bool -> number of listed kv tiles and their indices, by query head, int32."""
+    if tiles.shape[1] > 1:  # a BlockMask knows query heads; one KV head for all is broadcast
+        tiles = tiles.repeat_interleave(n_head // tiles.shape[1], dim=1)
+    tiles = tiles.int()
+    return tiles.sum(-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).int()
+
+
 def block_mask_from_tiles(visible, full, n_head, mask_mod, q_len, kv_len):
     """A BlockMask from two tile maps (B, H_kv, q tiles, kv tiles) bool: some pair may be visible / all pairs are."""
-    def table(tiles):
-        if tiles.shape[1] > 1:  # a BlockMask knows query heads; one KV head for all is broadcast
-            tiles = tiles.repeat_interleave(n_head // tiles.shape[1], dim=1)
-        tiles = tiles.int()
-        return tiles.sum(-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).int()
-    num, index = table(visible & ~full)
-    full_num, full_index = table(full)
-    return BlockMask.from_kv_blocks(num, index, full_num, full_index, BLOCK_SIZE=TILE, mask_mod=mask_mod,
-                                    seq_lengths=(q_len, kv_len))
+    return BlockMask.from_kv_blocks(*tile_table(visible & ~full, n_head), *tile_table(full, n_head), BLOCK_SIZE=TILE,
+                                    mask_mod=mask_mod, seq_lengths=(q_len, kv_len))
 
 
 def evict_at_block_mask(evict_at, n_head):
@@ -377,10 +393,10 @@ def draw(path, T=24, spec=CacheSpec(n_sink=2, window=4, budget=10), seed=0):
     zero, q_idx, kv_idx = torch.zeros((), dtype=torch.long), torch.arange(T).view(T, 1), torch.arange(T).view(1, T)
     fig, axes = plt.subplots(2, 3, figsize=(12, 8), constrained_layout=True)
     for ax, (title, mod) in zip(axes.flat, panels):
-        ax.imshow(mod(zero, zero, q_idx, kv_idx).expand(T, T), cmap="Greys", vmin=0, vmax=1.3)
+        ax.imshow(mod(zero, zero, q_idx, kv_idx).expand(T, T).numpy(), cmap="Greys", vmin=0, vmax=1.3)
         ax.set(title=title, xlabel="key position t", ylabel="query position q")
     ax = axes.flat[-1]
-    ends = evict_at[0, 0].clamp(max=T)
+    ends = evict_at[0, 0].clamp(max=T).numpy()
     ax.hlines(range(T), range(T), ends, color="black", linewidth=3)
     ax.plot(ends[ends < T], [t for t in range(T) if ends[t] < T], "x", color="black", markersize=6)
     ax.set(title="lifetimes: t <= q < evict_at[t]", xlabel="query position q",

@@ -58,7 +58,9 @@ class Settings:
     steps: int = option(None, "optimiser steps")
     batch_size: int = option(None, "rows a step")
     learning_rate: float = option(None, "peak, of new parameters (scorer) or of the base in pretraining")
-    base_learning_rate: float = option(2e-4, "constant, of the base under --train-base; the paper's 8e-5 is for billions")
+    base_learning_rate: float = option(5e-4, "peak, of the base under --train-base; the paper's 8e-5 is for billions")
+    base_schedule: str = option("cosine", "of the base; the paper holds it constant, a small model ends better decayed",
+                                choices=["cosine", "constant"])
     warmup: int = option(None, "steps; never more than a tenth of the run")
     final_lr_ratio: float = option(0.08, "cosine ends at this share of the peak")
     weight_decay: float = option(None, "AdamW; the paper has 1e-4")
@@ -86,7 +88,7 @@ class Settings:
 
 
 PRESETS = {  # what differs between the jobs; a command-line option always wins
-    "pretrain": dict(steps=6000, batch_size=32, learning_rate=1.5e-3, warmup=200, weight_decay=0.1),
+    "pretrain": dict(steps=12000, batch_size=16, learning_rate=1.5e-3, warmup=300, weight_decay=0.1),
     "scorer": dict(steps=60, batch_size=1, learning_rate=3e-3, warmup=6, weight_decay=1e-4),   # fits two cores
     "train_base": dict(steps=1000, batch_size=16, learning_rate=2e-3, warmup=50, weight_decay=1e-4),
 }
@@ -124,6 +126,9 @@ def parse_settings(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Data: everything follows from (seed, row number), so a resumed run sees what an uninterrupted one would have seen
 
+PRETRAIN_MIX = ("arith", "arith", "walk")  # arith is the harder of the two
+
+
 class PackedRows(torch.utils.data.Dataset):
     """Row i of pretraining: problems of both families one after the other, cut at `length` tokens.
 
@@ -141,7 +146,7 @@ class PackedRows(torch.utils.data.Dataset):
         ids, weight, doc_end, j = [], [], [], 0
         while len(ids) <= self.length:
             number = (self.seed * 10**9 + row) * 64 + j  # a row holds fewer than 64 problems
-            problem = make_problem(FAMILIES[(row + j) % len(FAMILIES)], number, "train")
+            problem = make_problem(PRETRAIN_MIX[(row + j) % len(PRETRAIN_MIX)], number, "train")
             tokens = [*(problem.prompt + problem.trace).encode(), EOT]
             ids += tokens
             # the weight of predicting the NEXT token: the last token of a document predicts nothing
@@ -294,7 +299,7 @@ def validation_batches(n, settings, batch_size, split="validation", families=FAM
     problems.sort(key=lambda p: len(p.prompt) + len(p.trace))
     for i in range(0, len(problems), batch_size):
         part = problems[i:i + batch_size]
-        idx, lengths, starts = collate_problems(part, 128 if settings.device == "cuda" else None)
+        idx, lengths, starts = collate_problems(part, MAX_LENGTH if settings.device == "cuda" else None)
         yield idx.to(settings.device), lengths.to(settings.device), starts.to(settings.device), part
 
 
@@ -305,7 +310,7 @@ def evaluate(model, settings, spec=None, scorers=None, n=None, split="validation
 
     -> dict: token_accuracy, traces_right (mean over families), per-problem `right` lists, loss, recall.
     """
-    batch_size = batch_size or (32 if settings.device == "cuda" else 1)
+    batch_size = batch_size or (16 if settings.device == "cuda" else 1)  # 16: the shape that training compiled
     right, correct, total, losses, recalls = {f: {} for f in families}, 0, 0, [], []
     for idx, lengths, starts, problems in validation_batches(n or settings.eval_problems, settings, batch_size, split,
                                                              families):
@@ -403,7 +408,7 @@ class Run:
         elapsed = time.time() - self.started
         done = step + 1 - first_step
         left = elapsed / done * (self.settings.steps - step - 1)
-        self.log["history"].append({"step": step + 1, **values, "tokens": tokens})
+        self.log["history"].append({"step": step + 1, **values, "tokens": tokens, "seconds": round(elapsed, 2)})
         print(f"step {step + 1:5d}/{self.settings.steps}  " +
               "  ".join(f"{k} {v:.4f}" if abs(v) >= 1e-3 or v == 0 else f"{k} {v:.2e}" for k, v in values.items()) +
               f"  {tokens / elapsed:,.0f} tokens/s  {left:.0f} s left", flush=True)
@@ -421,21 +426,24 @@ def provenance(device):
             "python": sys.version.split()[0]}
 
 
-def learning_rate(step, settings):
-    """Linear warm-up, then cosine to final_lr_ratio of the peak."""
+def lr_factor(step, settings):
+    """Share of the peak rate: linear warm-up, then cosine to final_lr_ratio."""
     if step < settings.warmup:
-        return settings.learning_rate * (step + 1) / settings.warmup
+        return (step + 1) / settings.warmup
     x = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
-    return settings.learning_rate * (settings.final_lr_ratio + (1 - settings.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * x)))
+    return settings.final_lr_ratio + (1 - settings.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * x))
 
 
 def make_optimizer(model, settings):
-    """Two groups: `scheduled` follows learning_rate(); the base under a retrofit keeps its own constant rate."""
+    """Two groups with a peak rate each: new parameters, and under --train-base the base."""
     new = [p for n, p in model.named_parameters() if n.startswith("scorers.") or settings.stage == "pretrain"]
     base = [p for n, p in model.named_parameters() if not n.startswith("scorers.") and settings.stage != "pretrain"]
-    groups = [{"params": new, "lr": settings.learning_rate, "scheduled": True}]
+    groups = [{"params": new, "peak": settings.learning_rate, "scheduled": True}]
     if settings.train_base:
-        groups.append({"params": base, "lr": settings.base_learning_rate, "scheduled": False})
+        groups.append({"params": base, "peak": settings.base_learning_rate,
+                       "scheduled": settings.base_schedule == "cosine"})
+    for group in groups:
+        group["lr"] = group["peak"]
     for p in base:
         p.requires_grad_(settings.train_base)
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=settings.device == "cuda")
@@ -446,7 +454,7 @@ def optimizer_step(model, optimizer, step, settings):
     norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
     for group in optimizer.param_groups:
         if group["scheduled"]:
-            group["lr"] = learning_rate(step, settings)
+            group["lr"] = group["peak"] * lr_factor(step, settings)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
@@ -479,7 +487,7 @@ def pretrain(settings):
             optimizer_step(model, optimizer, step, settings)
             tokens += idx.numel()
             if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
-                run.progress(step, first_step, tokens, loss=finite(loss, step), lr=learning_rate(step, settings))
+                run.progress(step, first_step, tokens, loss=finite(loss, step), lr=settings.learning_rate * lr_factor(step, settings))
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 report(run, f"step {step + 1}", dense=evaluate(model, settings))
             if (step + 1) % settings.save_every == 0:

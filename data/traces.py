@@ -1,17 +1,19 @@
 """Generated reasoning problems with worked traces: long-range, checkable to the byte, endless, offline.
 
-Two families share one way of doing sums digit by digit, units first, each sum checked by the inverse operation:
+Two families share one way of doing sums: digit by digit, units first, then undone twice as a check.
   arith   definitions over one-letter variables; the trace copies each definition, recalls its operands by name from
-          anywhere before, works, checks, and states the value:
-              A| M=913 .,_ U=54 n=U+M ~. x=n-M ... x?
-              M:913;U:54;n=U+M U:54 M:913 4+3+0=7,0 5+1+0=6,0 0+9+0=9,0 n:967 n-M n:967 M:913 7-3-0=4,0 ... U:54;...#54
+          anywhere before, works, states the value, and checks it by the two inverse operations:
+              A| U=754 .,_ M=213 n=U+M ~. x=n-M ... x?
+              U:754;M:213;n=U+M U:754 M:213 4+3+0=70 5+1+0=60 7+2+0=90 n:967 967-213 7-3-0=40 ... 754n ... 213n;...#754
   walk    a graph whose nodes name two successors and a weight; the walk adds the weight to a running total, goes left
           when the total is even and right when it is odd, and stops at the goal:
               W| k>zc57 ._ c>kb8 ... k-g?
-              k>zc57 @+k @:348 k:57 8+7+0=5,1 ... $:405 $-k $:405 k:57 5-7-0=8,1 ... @:348 $:405%1 c;...#405
+              k>zc57 348+57 8+7+0=51 4+5+1=01 3+0+1=40 405%1c 405-57 5-7-0=81 ... 348c 405-348 ... 57c;c>kb8 ...#405
 What a KV cache must hold for them: definitions until they are used once, values and records for as long as they may be
-named again, scratch never again after its step. Roles drift over positions: numbers have 1 to 4 digits and no padding, a
-problem has 2 to 6 given values, filler of random length stands between definitions.
+named again, scratch never again after its step. Roles drift over positions: numbers have 1 to 3 digits and no padding, a
+problem has 2 to 6 given values, filler of random length stands between definitions. Inside a step nothing reaches back
+further than 60 bytes (each check repeats the numbers and the name that it needs), so that what lies beyond a
+window of 64 is needed by name or not at all.
 
 A trace is a pure function of the prompt (`solve`), so pass@1 is exact, and `check` names the first wrong step.
 The split of a problem is a hash of its prompt: train, validation and test cannot share a problem.
@@ -24,9 +26,9 @@ from dataclasses import dataclass
 FAMILIES = ("arith", "walk")
 NAMES = string.ascii_letters
 FILLER = ".,_~"
-ALPHABET = "".join(sorted(NAMES + string.digits + FILLER + "|=+-:;?#>@$% \n"))
-LIMIT = 10_000  # values stay below, so that they have at most 4 digits
-TEST_SIZES = {"arith": (18, 26), "walk": (15, 21)}    # variables / steps of validation and test problems (inclusive)
+ALPHABET = "".join(sorted(NAMES + string.digits + FILLER + "|=+-:;?#>% \n"))
+LIMIT = 1000  # values stay below, so that they have at most 3 digits
+TEST_SIZES = {"arith": (17, 22), "walk": (14, 19)}    # variables / steps of validation and test problems (inclusive)
 TRAIN_SIZES = {"arith": (4, 27), "walk": (3, 22)}     # smaller problems are what teaches the digits
 MAX_LENGTH = 2816                                     # longer problems of a drawn size are drawn again
 SPLIT_OF_16 = {0: "test", 1: "validation"}            # the rest is train
@@ -54,23 +56,24 @@ class Verdict:
 # ---------------------------------------------------------------------------------------------------------------------
 # Working a problem out: the trace is a function of the prompt
 
-def sum_block(x, op, y, a, b):
-    """`x:a y:b` and one group per digit, units first: digit, digit, carry = result digit, carry."""
+def digits(a, op, b):
+    """One group a digit, units first: digit op digit op carry = result digit and new carry; a op b >= 0."""
     groups, carry = [], 0
     for i in range(max(len(str(a)), len(str(b)))):
         da, db = a // 10**i % 10, b // 10**i % 10
         total = da + db + carry if op == "+" else da - db - carry
         out = int(total > 9 if op == "+" else total < 0)
-        groups.append(f"{da}{op}{db}{op}{carry}={total % 10},{out}")
+        groups.append(f"{da}{op}{db}{op}{carry}={total % 10}{out}")
         carry = out
-    return f"{x}:{a} {y}:{b} {' '.join(groups)}"
+    return " ".join(groups)
 
 
-def checked_sum(x, op, y, a, b, z):
-    """z = x op y, worked and then undone; a op b must not be negative."""
-    c = a + b if op == "+" else a - b
+def checks(a, op, b, c, name):
+    """c = a op b undone twice, from numbers alone; `name` is handed on so that the next step finds it nearby."""
+    second = (c, "-", a) if op == "+" else (a, "-", c)
     undo = "-" if op == "+" else "+"
-    return f"{sum_block(x, op, y, a, b)} {z}:{c} {z}{undo}{y} {sum_block(z, undo, y, c, b)} {x}:{a}", c
+    return (f"{c}{undo}{b} {digits(c, undo, b)} {a}{name} "
+            f"{second[0]}-{second[2]} {digits(*second)} {b}{name};")
 
 
 def solve(prompt):
@@ -87,8 +90,9 @@ def solve(prompt):
                 steps.append(f"{name}:{right};")
             else:
                 x, op, y = right
-                text, value[name] = checked_sum(x, op, y, value[x], value[y], name)
-                steps.append(f"{item} {text};")
+                a, b = value[x], value[y]
+                c = value[name] = a + b if op == "+" else a - b
+                steps.append(f"{item} {x}:{a} {y}:{b} {digits(a, op, b)} {name}:{c} {checks(a, op, b, c, name)}")
         return steps + [f"#{value[asked]}"]
     if head == "W":
         *items, ends = items
@@ -97,9 +101,10 @@ def solve(prompt):
         total, steps = 0, []
         while node != goal:
             left, right, weight = record[node][2], record[node][3], int(record[node][4:])
-            text, new = checked_sum("@", "+", node, total, weight, "$")
+            new = total + weight
             nxt = right if new % 2 else left
-            steps.append(f"{record[node]} @+{node} {text} $:{new}%{new % 2} {nxt};")
+            steps.append(f"{record[node]} {total}+{weight} {digits(total, '+', weight)} {new}%{new % 2}{nxt} "
+                         f"{checks(total, '+', weight, new, nxt)}")
             node, total = nxt, new
         return steps + [f"#{total}"]
     raise ValueError(f"the prompt starts with {prompt[:2]!r}: a problem starts with 'A| ' or 'W| '")
@@ -113,7 +118,7 @@ def filler(rng):
 
 
 def number(rng):
-    return rng.randrange(10 ** rng.randint(1, 4))  # its width, not its size, is uniform
+    return rng.randrange(10 ** rng.randint(1, 3))  # its width, not its size, is uniform
 
 
 def arith_prompt(rng, size):
@@ -127,11 +132,17 @@ def arith_prompt(rng, size):
             value[name] = number(rng)
             items.append(f"{name}={value[name]}")
             continue
-        x, y = rng.sample(list(value), 2)
-        sums = rng.random() < 0.5 and value[x] + value[y] < LIMIT
-        if not sums and value[x] < value[y]:
-            x, y = y, x
-        value[name] = value[x] + value[y] if sums else value[x] - value[y]
+        for _ in range(8):  # prefer a value that is not there yet: equal values would hide a wrong recall
+            x, y = rng.sample(list(value), 2)
+            sums = rng.random() < 0.5 and value[x] + value[y] < LIMIT
+            if not sums and value[x] < value[y]:
+                x, y = y, x
+            value[name] = value[x] + value[y] if sums else value[x] - value[y]
+            if list(value.values()).count(value[name]) == 1:
+                break
+            del value[name]
+        else:
+            value[name] = value[x] + value[y] if sums else value[x] - value[y]
         items.append(f"{name}={x}{'+' if sums else '-'}{y}")
     return "A| " + "".join(f"{filler(rng)}{item} " for item in items) + f"{names[-1]}?\n"
 
@@ -140,7 +151,7 @@ def walk_prompt(rng, size):
     """`size` steps from the first name to the goal. Edges are drawn as the walk needs them, always towards a node whose
     next edge is still open: a walk on random edges would soon run in circles, since node and parity decide the rest.
     """
-    names = rng.sample(NAMES, min(len(NAMES), size + rng.randint(4, 8)))
+    names = rng.sample(NAMES, min(len(NAMES), size + rng.randint(2, 5)))
     weight = {name: rng.randrange(1, 10 ** rng.randint(1, 2)) for name in names}
     edges = {name: [None, None] for name in names}  # left, right
     start = node = names[0]
@@ -152,6 +163,8 @@ def walk_prompt(rng, size):
                    (n in unseen) == fresh] or sorted(unseen)
         edges[node][total % 2] = node = rng.choice(choices)
         unseen.discard(node)
+    if total + weight[node] >= LIMIT:
+        return None
     total += weight[node]
     goal = edges[node][total % 2] = rng.choice(sorted(unseen))
     rng.shuffle(names)
@@ -183,7 +196,7 @@ def make_problem(family, index, split="test", size=None):
     n = size or rng.randint(low, high)
     while True:  # redraw until the prompt falls into the split
         prompt = draw(rng, n)
-        if split_of(prompt) == split:
+        if prompt and split_of(prompt) == split:
             steps = solve(prompt)
             trace = "".join(steps)
             if size or len(prompt) + len(trace) < MAX_LENGTH:
