@@ -90,6 +90,14 @@ def assert_state(cache, plans, q, rows=None):
         assert kept == visible_at(evict_at, q), f"layer {layer}, query {q}"
 
 
+def assert_priorities(cache, priorities, q):
+    """The stored priorities are the mask's, and +inf exactly on sinks and window (the cache must be full)."""
+    for slots, priority in zip(cache.layers, priorities):
+        position = slots.position.long()
+        safe = (position < N_SINK) | (position > q - WINDOW)
+        close(slots.priority, priority.double().gather(-1, position).masked_fill(safe, math.inf), 1e-12)
+
+
 def close(a, b, tolerance=1e-9):
     torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
 
@@ -101,7 +109,7 @@ def close(a, b, tolerance=1e-9):
 def test_masked_pass_equals_prefill_and_steps_equals_token_by_token(policy):
     model, T = make_model(), 3 * N + 14
     scorers, spec, idx = make_scorers(policy, model), make_spec(policy), tokens(T)
-    logits, plans, _ = masked(model, scorers, spec, idx)
+    logits, plans, priorities = masked(model, scorers, spec, idx)
     evicted = sum((p < T).sum().item() for p in plans)
     assert evicted > 2 * 2 * (T - N) - 20  # the test exercises eviction
     if policy != "streaming":  # and heads disagree, so a mix-up of heads or layers would show
@@ -110,12 +118,16 @@ def test_masked_pass_equals_prefill_and_steps_equals_token_by_token(policy):
     for q in range(T):  # from nothing
         close(step(model, idx[:, q], cache), logits[:, q])
         assert_state(cache, plans, q)
+        if q < N:  # slots are filled in order
+            assert all((slots.position[..., :q + 1] == torch.arange(q + 1)).all() for slots in cache.layers)
+    assert_priorities(cache, priorities, T - 1)
     for length in AWKWARD:
         close(prefill(model, idx[:, :length], torch.tensor([length]), cache), logits[:, length - 1])
         assert_state(cache, plans, length - 1)
         for q in range(length, T if length <= N else length + WINDOW + 3):
             close(step(model, idx[:, q], cache), logits[:, q])
             assert_state(cache, plans, q)
+        assert_priorities(cache, priorities, q)
 
 
 @pytest.mark.parametrize("n_sink, window, n_select", [(0, 5, 6), (2, 1, 6), (0, 1, 1), (0, 1, 0), (3, 4, 0), (4, 1, 1)])
@@ -524,3 +536,53 @@ def test_bytes_are_the_formula_at_any_length():
         step(model, idx[:, q], cache)
     assert cache.nbytes() == size
     assert NEVER == 2**31 - 1  # choose_victim's stand-in for "not among the lowest"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_never_looks_at_data(policy, monkeypatch):
+    """On tensors without data a branch on a value raises; what passes can be captured in a CUDA graph."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+    config = make_model().config
+    with FakeTensorMode():
+        model = Transformer(config)
+        scorers = [make_scorer(policy, n_kv_head=2, head_dim=8, window=WINDOW, layer=i) for i in range(2)]
+        cache = KVCache(config, make_spec(policy), 3, scorers)
+        with pytest.raises(DataDependentOutputException):  # the NaN check, which does wait on a CPU: the test can fail
+            step(model, torch.zeros(3, dtype=torch.int64), cache)
+        decay = lambda score, log_gamma, at: score if log_gamma is None else score - at * log_gamma
+        monkeypatch.setattr(decode, "effective_priority", decay)
+        assert step(model, torch.zeros(3, dtype=torch.int64), cache).shape == (3, V)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["kvpop", "kvpop-mlp", "knorm", "random"])
+def test_a_captured_step_equals_an_eager_one(policy):
+    model = make_model(torch.float32).cuda()
+    scorers, idx = make_scorers(policy, model).cuda(), tokens(90, 3).cuda()
+    eager, captured = [KVCache(model.config, make_spec(policy), 3, scorers, "cuda") for _ in range(2)]
+    token, graph = idx[:, 0].clone(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(model, token, captured)  # warm-up
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        logits = step(model, token, captured)
+    captured.reset()
+    for q in range(90):
+        token.copy_(idx[:, q])
+        graph.replay()
+        close(logits, step(model, idx[:, q], eager), 1e-4)
+        assert [captured.kept_positions(i) for i in range(2)] == [eager.kept_positions(i) for i in range(2)], q
+
+
+@pytest.mark.gpu
+def test_generation_in_bf16_on_a_gpu():
+    model = make_model(torch.float32).to("cuda", torch.bfloat16)
+    scorers = make_scorers("kvpop", make_model(torch.float32)).cuda()
+    prompts = [tokens(n, seed=n)[0].tolist() for n in (1, 60, 150)]
+    options = dict(max_new_tokens=40, stop_ids=[], temperature=1.0)
+    out, again = [generate(model, prompts, make_spec("kvpop"), scorers, **options) for _ in range(2)]
+    assert [len(t) for t in out.tokens] == [40] * 3 and out.tokens == again.tokens
+    assert out.cache.peak_entries() == N and out.cache.layers[0].k_cache.dtype == torch.bfloat16
+    assert all(t.isfinite().all() and t.dtype == torch.float32 for t in out.cache.layers[0].state.values())
