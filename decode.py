@@ -237,6 +237,22 @@ def step(model: Transformer, idx, cache: KVCache):
     return model.unembed(hidden[:, 0])
 
 
+def capture_step(model, ids, cache):
+    """`step` as a CUDA graph: replay() reads the ids (B,) of this very tensor. -> graph, logits (B, V), overwritten by
+    each replay. Launching its kernels one by one would take longer than running them. Leaves the cache in disorder:
+    capture before prefill, which resets it in place."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # kernels and workspaces must exist before the capture
+        for _ in range(2):
+            step(model, ids, cache)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step(model, ids, cache)
+    return graph, logits
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling and the loop
 
@@ -327,6 +343,9 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     T = -(-longest // unit) * unit
     idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=weight.device)
     lengths = torch.tensor([len(p) for p in prompts], device=weight.device)
+    if weight.is_cuda:
+        static_ids = torch.zeros(B, dtype=torch.int64, device=weight.device)
+        graph, static_logits = capture_step(model, static_ids, cache)
     start = time.perf_counter()
     try:
         logits = prefill(model, idx, lengths, cache)  # (B, V)
@@ -350,7 +369,12 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
                 result.prefill_seconds, start = time.perf_counter() - start, time.perf_counter()
             if all(result.stop):
                 break
-            logits = step(model, ids, cache)
+            if weight.is_cuda:
+                static_ids.copy_(ids)
+                graph.replay()
+                logits = static_logits
+            else:
+                logits = step(model, ids, cache)
             result.steps += 1
     except KeyboardInterrupt:
         result.stop = [reason or "interrupted" for reason in result.stop]
@@ -477,10 +501,10 @@ def resolve_device(args):
     return torch.device(name), getattr(torch, dtype)
 
 
-def known_record(folder, policy, budget, family):
+def known_record(folder, policy, budget):
     """"; this checkpoint: P of M right", or "" where assets/results/first-look.json has no row for it: rows with model
-    (folder name), policy, budget (None for dense), family, right, problems."""
-    path, wanted = SHIPPED / "results" / "first-look.json", (Path(folder).resolve().name, policy, budget, family)
+    (folder name), policy, budget (None for dense), family "both", right, problems."""
+    path, wanted = SHIPPED / "results" / "first-look.json", (Path(folder).resolve().name, policy, budget, "both")
     for row in json.loads(path.read_text()).get("rows", []) if path.is_file() else []:
         if wanted == tuple(row.get(key) for key in ("model", "policy", "budget", "family")):
             return f"; this checkpoint: {row['right']} of {row['problems']} right"
@@ -538,7 +562,10 @@ def parse_args(argv):
 def run(args):
     """The command, after parsing -> exit code. All that can be refused is, before weights are read."""
     folder, policy, has_scorers, settings = resolve_policy(args)
-    config = ModelConfig.from_dict(read_json(folder / "config.json"))
+    weights = folder  # a scorer that was trained on a frozen base leaves the weights where they are
+    if not (folder / "config.json").is_file() and settings.get("base"):
+        weights = folder / settings["base"]
+    config = ModelConfig.from_dict(read_json(weights / "config.json"))
     limit = config.max_seq_len if args.max_seq_len is None else args.max_seq_len
     if not 0 < limit <= config.max_seq_len:
         raise ValueError(f"--max-seq-len {limit} is outside 1 .. {config.max_seq_len}, what the model was trained on")
@@ -559,7 +586,7 @@ def run(args):
     if scorers is not None:
         check_scorers(scorers, config, spec)
         scorers.to(device)
-    model = load_model(folder, device, dtype).eval()
+    model = load_model(weights, device, dtype).eval()
     try:
         code, result = 0, generate(
             model, [prompt], spec, scorers, max_new_tokens=args.max_new_tokens, max_seq_len=limit, seed=args.seed,
@@ -571,7 +598,7 @@ def run(args):
     say("\n".join(summary(result, policy, config, len(prompt))))
     if problem is not None:
         verdict = check(problem, decode(t for t in result.tokens[0] if t <= EOT))
-        record = known_record(folder, policy, spec and spec.budget, problem.family)
+        record = known_record(folder, policy, spec and spec.budget)
         say(f"answer: {'right' if verdict.answer_right else 'wrong'}, trace: {verdict.message}{record}")
     if args.picture and result.seen[0]:
         ids, slots = (prompt + result.tokens[0])[:result.seen[0]], result.cache.spec.n_slots

@@ -15,7 +15,6 @@ evicted. `budget` is what a KV head may hold, sinks, window and the scorer's own
 Letters: B batch, T tokens, H query heads, H_kv KV heads, D head_dim, M candidates = T - n_sink - window.
 """
 import argparse
-import functools
 import math
 from dataclasses import dataclass
 
@@ -24,17 +23,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, 
 
 NEVER = 2**31 - 1  # evict_at of a token that is never evicted; int32 so that the mask kernel loads 4 bytes a key
 TILE = 128         # FlexAttention's default BLOCK_SIZE
-
-
-def compiled_on_gpu(fn):
-    """fn through torch.compile when its first argument is on a GPU (one compilation a shape): planning is dozens of
-    small kernels, and launching them one by one would cost more than the attention they save."""
-    compiled = torch.compile(fn, dynamic=False, fullgraph=True)
-
-    @functools.wraps(fn)
-    def call(first, *args):
-        return (compiled if first.is_cuda else fn)(first, *args)
-    return call
 
 
 @dataclass(frozen=True)
@@ -191,20 +179,27 @@ def fenwick_cutoffs(rank, n_select):
     return torch.tensor(cutoffs, dtype=torch.int64)
 
 
-def parallel_cutoffs(rank, n_select):
+def parallel_cutoffs(rank, n_select, compiled=False):
     """The same thresholds for all prefixes at once, without a loop over T: a walk down a wavelet matrix.
 
     rank: (..., M) int64 unique in 0..M-1. At each bit of the rank, from the top, every prefix i is a range [lo, hi) of
     the sequence stably partitioned by the bits above. If the range holds at least k ones the k-th largest has this bit
     set: go to the ones; otherwise subtract them and go to the zeros. log2(M) levels of cumsum, gathers and one partition.
+    compiled: through torch.compile (once a shape, tens of seconds), for training on a GPU, where a shape comes back in
+    every step and launching the small kernels one by one would cost more than the attention they save.
     """
+    if rank.shape[-1] == 0 or n_select == 0:
+        return torch.full_like(rank, rank.shape[-1])
+    walk = compiled_wavelet_walk if compiled else wavelet_walk
+    return walk(rank, torch.full((), n_select, dtype=torch.int64, device=rank.device))  # data: one graph for all budgets
+
+
+def wavelet_walk(rank, n_select):
     M = rank.shape[-1]
-    if M == 0 or n_select == 0:
-        return torch.full_like(rank, M)
     sequence = rank
     count = torch.arange(1, M + 1, device=rank.device).expand_as(rank)  # candidates in prefix i
     lo, hi = torch.zeros_like(rank), count
-    k = count.clamp(max=n_select)  # short prefixes: any valid k, overwritten at the end
+    k = torch.minimum(count, n_select)  # short prefixes: any valid k, overwritten at the end
     cutoff = torch.zeros_like(rank)
     for bit in reversed(range((M - 1).bit_length())):
         one = (sequence >> bit) & 1
@@ -223,14 +218,15 @@ def parallel_cutoffs(rank, n_select):
     return cutoff.masked_fill(count < n_select, -1)
 
 
-@compiled_on_gpu
-def running_topk(priority, spec):
+compiled_wavelet_walk = torch.compile(wavelet_walk, dynamic=False, fullgraph=True)
+
+
+def running_topk(priority, spec, compiled=False):
     """Ranks and running thresholds of the candidates: (rank, cutoff), each (B, H_kv, M) int64."""
     rank = rank_candidates(priority, spec)
-    return rank, parallel_cutoffs(rank, spec.n_select)
+    return rank, parallel_cutoffs(rank, spec.n_select, compiled)
 
 
-@compiled_on_gpu
 def evict_at_from_cutoffs(rank, cutoff, spec, T):
     """First query that no longer sees each token: (B, H_kv, T) int32, NEVER for sinks, survivors and the last window.
 
@@ -248,9 +244,10 @@ def evict_at_from_cutoffs(rank, cutoff, spec, T):
     return evict_at
 
 
-def plan(priority, spec):
-    """priority (B, H_kv, T), finite -> evict_at (B, H_kv, T) int32; see `effective_priority` for making it."""
-    rank, cutoff = running_topk(priority, spec)
+def plan(priority, spec, compiled=False):
+    """priority (B, H_kv, T), finite -> evict_at (B, H_kv, T) int32; see `effective_priority` for making it.
+    compiled: see parallel_cutoffs."""
+    rank, cutoff = running_topk(priority, spec, compiled)
     return evict_at_from_cutoffs(rank, cutoff, spec, priority.shape[-1])
 
 
@@ -262,9 +259,8 @@ def keep_everything(B, n_kv_head, T, device=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Which tiles are empty, partial, full
 
-@compiled_on_gpu
 def tile_table(tiles, n_head):
-    """(B, H_kv, q tiles, kv tiles) bool -> number of listed kv tiles and their indices, by query head, int32."""
+    """(B, H_kv, rows, columns) bool -> for each row how many columns are listed, and which, by query head; int32."""
     if tiles.shape[1] > 1:  # a BlockMask knows query heads; one KV head for all is broadcast
         tiles = tiles.repeat_interleave(n_head // tiles.shape[1], dim=1)
     tiles = tiles.int()
@@ -272,9 +268,12 @@ def tile_table(tiles, n_head):
 
 
 def block_mask_from_tiles(visible, full, n_head, mask_mod, q_len, kv_len):
-    """A BlockMask from two tile maps (B, H_kv, q tiles, kv tiles) bool: some pair may be visible / all pairs are."""
-    return BlockMask.from_kv_blocks(*tile_table(visible & ~full, n_head), *tile_table(full, n_head), BLOCK_SIZE=TILE,
-                                    mask_mod=mask_mod, seq_lengths=(q_len, kv_len))
+    """A BlockMask from two tile maps (B, H_kv, q tiles, kv tiles) bool: some pair may be visible / all pairs are.
+    Both directions of the tables come straight from the maps; BlockMask.from_kv_blocks would take ten times as long."""
+    partial = visible & ~full
+    return BlockMask((q_len, kv_len), *tile_table(partial, n_head), *tile_table(full, n_head),
+                     *tile_table(partial.mT, n_head), *tile_table(full.mT, n_head), BLOCK_SIZE=(TILE, TILE),
+                     mask_mod=mask_mod)
 
 
 def evict_at_block_mask(evict_at, n_head):

@@ -84,7 +84,7 @@ def future_attention(q, k, lse, window, lengths=None, evict_at=None, reduce="max
         return target
     mass = transposed_lse(q, k, lse, window, lengths, evict_at)  # (B, H, T - window)
     n_future = (lengths.view(B, 1, 1) - torch.arange(T - window, device=q.device) - window).clamp(min=1)
-    log_mean = mass - n_future.log()
+    log_mean = mass - n_future.to(dtype).log()
     target_h = torch.logaddexp(log_mean, torch.full_like(log_mean, math.log(eps)))  # finite for an empty sum
     target_h = target_h.view(B, H_kv, H // H_kv, T - window)
     target[..., :T - window] = target_h.amax(2) if reduce == "max" else target_h.mean(2)
@@ -103,7 +103,7 @@ def sample_queries(n_samples, B, H_kv, spec, lengths, generator=None):
 
 
 def boundary_loss(scores, log_gamma, target, spec, q, valid, tau=1.0, margin_floor=0.1, margin_tau=1.0,
-                  balance_range=(0.5, 2.0)):
+                  balance_range=(0.5, 2.0), compiled=False):
     """Boundary loss at sampled queries (paper eqs. 8-11), with EFFECTIVE scores on both sides of the difference.
 
     At query q the newcomer t_new = q - window meets t_bnd, the weakest of the teacher's top n_select among the older
@@ -121,7 +121,7 @@ def boundary_loss(scores, log_gamma, target, spec, q, valid, tau=1.0, margin_flo
         return (scores * 0).sum() if log_gamma is None else (scores * 0).sum() + (log_gamma * 0).sum()
     with torch.no_grad():
         teacher = effective_priority(target, log_gamma)
-        rank, cutoff = running_topk(teacher, spec)  # (B, H_kv, M)
+        rank, cutoff = running_topk(teacher, spec, compiled)  # (B, H_kv, M)
         order = rank.argsort(dim=-1)  # order[r] = the candidate of rank r
         new = (q - spec.window - spec.n_sink).clamp(min=1)  # candidate number of the newcomer
         bnd_rank = cutoff.gather(-1, new - 1).clamp(min=0)  # among those before it; cutoff[new] could be itself
@@ -177,6 +177,7 @@ class Retention:
     tau: float = 1.0
     seed: int = 0                    # of the sampled queries; mixed with the layer
     want_recall: bool = False
+    compiled: bool = False           # thresholds through torch.compile (flex_masks.parallel_cutoffs)
     loss: dict = field(default_factory=dict)
     recall: dict = field(default_factory=dict)
     passes: int = 0                  # transposed passes so far: one a layer and micro-step
@@ -210,7 +211,7 @@ class RetentionLoss(torch.autograd.Function):
             if log_gamma is not None:
                 leaves.append(log_gamma.detach().requires_grad_())
             loss = boundary_loss(leaves[0], leaves[1] if log_gamma is not None else None, target, r.spec, at, valid,
-                                 r.tau)
+                                 r.tau, compiled=r.compiled)
             grads = [g * r.weight for g in torch.autograd.grad(loss, leaves)] + [None]
         r.loss[layer] = loss.detach()
         if r.want_recall:

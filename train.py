@@ -19,7 +19,8 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import MISSING, asdict, dataclass, field, fields
+import zlib
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scorer as scorers_module
 from data.tokenizer import EOT
-from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, make_problem
+from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, TEST_SIZES, make_problem
 from flex_masks import CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything, plan
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
 from targets import (Retention, RetentionLoss, boundary_loss, future_attention, retention_recall, sample_queries,
@@ -83,12 +84,12 @@ class Settings:
     eval_every: int = option(0, "steps between evaluations; 0 = before and after only")
     eval_problems: int = option(4, "validation problems a family in an evaluation")
     save_every: int = option(500, "steps between checkpoints")
-    compile: bool = option(True, "torch.compile the pretraining forward on a GPU")
+    compile: bool = option(True, "on a GPU: torch.compile the pretraining forward and the thresholds of the retrofit")
     workers: int = option(None, "processes that generate data; default 0 on CPU, up to 12 on a GPU machine")
 
 
 PRESETS = {  # what differs between the jobs; a command-line option always wins
-    "pretrain": dict(steps=12000, batch_size=16, learning_rate=1.5e-3, warmup=300, weight_decay=0.1),
+    "pretrain": dict(steps=6500, batch_size=32, learning_rate=1.5e-3, warmup=200, weight_decay=0.1),
     "scorer": dict(steps=60, batch_size=1, learning_rate=3e-3, warmup=6, weight_decay=1e-4),   # fits two cores
     "train_base": dict(steps=1000, batch_size=16, learning_rate=2e-3, warmup=50, weight_decay=1e-4),
 }
@@ -168,17 +169,10 @@ class Problems(torch.utils.data.Dataset):
         return 2**31
 
     def __getitem__(self, row):
-        # sizes as in the test split (train has small ones too): what the cache must learn is to hold long problems
         family = self.families[row % len(self.families)]
-        low, high = full_sizes(family)
-        problem = make_problem(family, self.seed * 10**9 + row, self.split, None if self.split != "train" else
-                               low + (row * 7919) % (high - low + 1))
-        return problem
-
-
-def full_sizes(family):
-    from data.traces import TEST_SIZES
-    return TEST_SIZES[family]
+        low, high = TEST_SIZES[family]  # the train split has small ones too; a cache must learn to hold long problems
+        size = low + zlib.crc32(str(row).encode()) % (high - low + 1)
+        return make_problem(family, self.seed * 10**9 + row, self.split, size)
 
 
 def collate_problems(problems, pad_to=None):
@@ -246,7 +240,7 @@ def training_attend(model, spec, retention, anchors=None):
         with torch.enable_grad() if anchors is not None else contextlib.nullcontext():
             scores, log_gamma = scorer(k.detach(), v.detach(), retention.lengths), scorer.log_gamma()
         with torch.no_grad():
-            evict_at = plan(effective_priority(scores, log_gamma), spec)
+            evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
         out, lse = attention(q, k, v, evict_at)
         inputs = (scores, log_gamma, q.detach(), k.detach(), lse.detach(), evict_at, retention, layer)
         if anchors is None:
@@ -260,9 +254,9 @@ def training_attend(model, spec, retention, anchors=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Losses. Logits exist for one chunk of tokens at a time; the backward computes them again.
 
-def chunked(fn, *tensors, chunk=16384):
-    """Sum of fn over chunks of rows, recomputed in the backward."""
-    total = 0.0
+def chunked(fn, *tensors, vocab_size):
+    """Sum of fn over chunks of rows, recomputed in the backward. A chunk's fp32 logits take at most 128 MiB."""
+    total, chunk = 0.0, max(1, 2**25 // vocab_size)
     for parts in zip(*(t.split(chunk) for t in tensors)):
         total = total + checkpoint(fn, *parts, use_reentrant=False)
     return total
@@ -272,7 +266,8 @@ def cross_entropy(model, hidden, targets, weight):
     """Weighted mean next-token loss; hidden (B, T, C), targets and weight (B, T)."""
     def part(h, y, w):
         return (F.cross_entropy(model.unembed(h).float(), y, reduction="none") * w).sum()
-    return chunked(part, hidden.flatten(0, 1), targets.flatten(), weight.flatten()) / weight.sum()
+    return chunked(part, hidden.flatten(0, 1), targets.flatten(), weight.flatten(),
+                   vocab_size=model.config.vocab_size) / weight.sum()
 
 
 def distillation_kl(model, hidden, teacher, teacher_hidden, mask, top_k):
@@ -283,48 +278,49 @@ def distillation_kl(model, hidden, teacher, teacher_hidden, mask, top_k):
             log_p = logits.log_softmax(-1)
         log_q = model.unembed(h).float().gather(-1, top).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum()
-    return chunked(part, hidden[mask], teacher_hidden[mask]) / mask.sum()
+    return chunked(part, hidden[mask], teacher_hidden[mask], vocab_size=model.config.vocab_size) / mask.sum()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluation
 
-def autocast(settings):
-    return torch.autocast("cuda", torch.bfloat16) if settings.device == "cuda" else contextlib.nullcontext()
+def autocast(device):
+    """bf16 matrix products on a GPU; scores, gates and lse stay fp32 inside."""
+    return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
 
 
-def validation_batches(n, settings, batch_size, split="validation", families=FAMILIES):
-    """Batches of whole problems, sorted by length so that little is padding: idx, lengths, starts, families."""
+def problem_batches(n, device, batch_size, split, families):
+    """Batches of whole problems, n a family, sorted by length so that little is padding: idx, lengths, starts, problems."""
     problems = [make_problem(family, i, split) for family in families for i in range(n)]
     problems.sort(key=lambda p: len(p.prompt) + len(p.trace))
     for i in range(0, len(problems), batch_size):
         part = problems[i:i + batch_size]
-        idx, lengths, starts = collate_problems(part, MAX_LENGTH if settings.device == "cuda" else None)
-        yield idx.to(settings.device), lengths.to(settings.device), starts.to(settings.device), part
+        idx, lengths, starts = collate_problems(part, MAX_LENGTH if device == "cuda" else None)
+        yield idx.to(device), lengths.to(device), starts.to(device), part
 
 
 @torch.no_grad()
-def evaluate(model, settings, spec=None, scorers=None, n=None, split="validation", batch_size=None, families=FAMILIES):
-    """Teacher-forced: share of trace tokens and of whole traces right, by family; with scorers also the retention loss
-    and recall. A whole trace is right exactly when greedy decoding under the same policy writes it.
+def evaluate(model, device, n, spec=None, scorers=None, split="validation", families=FAMILIES, bounded=True, tau=1.0):
+    """Teacher-forced on n problems a family: share of trace tokens and of whole traces right; for a learned scorer also
+    the retention loss and recall. A whole trace is right exactly when greedy decoding under the policy writes it.
 
-    -> dict: token_accuracy, traces_right (mean over families), per-problem `right` lists, loss, recall.
+    -> dict: token_accuracy, n_problems, traces_right (mean over families), by_family, right (family -> list of bool by
+    problem), loss and recall (None unless learned).
     """
-    batch_size = batch_size or (16 if settings.device == "cuda" else 1)  # 16: the shape that training compiled
+    batch_size = 16 if device == "cuda" else 1  # 16: the shape that training compiled
+    learned = scorers is not None and scorers[0].window is not None
     right, correct, total, losses, recalls = {f: {} for f in families}, 0, 0, [], []
-    for idx, lengths, starts, problems in validation_batches(n or settings.eval_problems, settings, batch_size, split,
-                                                             families):
+    for idx, lengths, starts, problems in problem_batches(n, device, batch_size, split, families):
         def watch(layer, q, k, lse, scores, evict_at):
-            target = future_attention(q, k, lse, spec.window, lengths, evict_at if settings.bounded else None)
+            target = future_attention(q, k, lse, spec.window, lengths, evict_at if bounded else None)
             generator = torch.Generator(q.device).manual_seed(layer)
             at, valid = sample_queries(64, *scores.shape[:2], spec, lengths, generator)
             log_gamma = scorers[layer].log_gamma()
-            losses.append(boundary_loss(scores, log_gamma, target, spec, at, valid, settings.tau).item())
+            losses.append(boundary_loss(scores, log_gamma, target, spec, at, valid, tau).item())
             recalls.append(retention_recall(evict_at, teacher_evict_at(target, log_gamma, spec), spec, at[..., :32],
                                             valid).item())
-        learned = scorers is not None and scorers[0].name not in ("oracle", "random", "knorm")
         attend = causal_attend if scorers is None else policy_attend(scorers, spec, lengths, watch if learned else None)
-        with autocast(settings):
+        with autocast(device):
             hidden = model(idx, attend)
             guess = torch.cat([model.unembed(h).argmax(-1) for h in hidden.split(1)])
         mask = response_mask(idx.shape[1], lengths, starts)[:, :-1]
@@ -334,9 +330,9 @@ def evaluate(model, settings, spec=None, scorers=None, n=None, split="validation
         for problem, ok in zip(problems, hit.all(1).tolist()):
             right[problem.family][problem.index] = ok
     finite = [r for r in recalls if r == r]
+    by_family = {f: sum(v.values()) / len(v) for f, v in right.items()}
     return {"token_accuracy": correct / total, "n_problems": sum(len(v) for v in right.values()),
-            "traces_right": sum(sum(v.values()) / len(v) for v in right.values()) / len(right),
-            "by_family": {f: sum(v.values()) / len(v) for f, v in right.items()},
+            "traces_right": sum(by_family.values()) / len(by_family), "by_family": by_family,
             "right": {f: [v[i] for i in sorted(v)] for f, v in right.items()},
             "loss": sum(losses) / len(losses) if losses else None,
             "recall": sum(finite) / len(finite) if finite else None}
@@ -480,7 +476,7 @@ def pretrain(settings):
     try:
         for step, batch in enumerate(loader(rows, settings, first_step), first_step):
             idx, targets, weight, doc_end = (x.to(settings.device, non_blocking=True) for x in batch)
-            with autocast(settings):
+            with autocast(settings.device):
                 hidden = forward(idx, packed_attend(doc_end, config.n_head))
                 loss = cross_entropy(model, hidden, targets, weight)
             loss.backward()
@@ -489,12 +485,12 @@ def pretrain(settings):
             if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
                 run.progress(step, first_step, tokens, loss=finite(loss, step), lr=settings.learning_rate * lr_factor(step, settings))
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
-                report(run, f"step {step + 1}", dense=evaluate(model, settings))
+                report(run, f"step {step + 1}", dense=evaluate(model, settings.device, settings.eval_problems))
             if (step + 1) % settings.save_every == 0:
                 run.save(model, optimizer, step + 1)
     except KeyboardInterrupt:
         return interrupted(run, model, optimizer, step)
-    run.log["evaluation"] = report(run, "after", dense=evaluate(model, settings))
+    run.log["evaluation"] = report(run, "after", dense=evaluate(model, settings.device, settings.eval_problems))
     run.log["seconds"] = time.time() - run.started
     run.save(model, optimizer, settings.steps)
     print(f"wrote {run.folder}")
@@ -522,11 +518,12 @@ def retrofit(settings):
           f"{spec.n_sink} sinks + {spec.window} window + {spec.n_select} selected + {spec.state_entries} state "
           f"= {spec.budget} entries a head")
     streaming = CacheSpec(spec.n_sink, spec.window, spec.budget)
+    measure = lambda: evaluate(model, settings.device, settings.eval_problems, spec, model.scorers,  # noqa: E731
+                               bounded=settings.bounded, tau=settings.tau)
     if first_step == 0:
-        before = report(run, "before", dense=evaluate(model, settings),
-                        streaming=evaluate(model, settings, streaming, make("streaming")),
-                        **{settings.policy: evaluate(model, settings, spec, model.scorers)})
-        run.log["before"] = before
+        run.log["before"] = report(run, "before", dense=evaluate(model, settings.device, settings.eval_problems),
+                                   streaming=evaluate(model, settings.device, settings.eval_problems, streaming,
+                                                      make("streaming")), **{settings.policy: measure()})
     run.started = time.time()
     rows = Problems("train", settings.seed)
     collate = lambda problems: collate_problems(problems, MAX_LENGTH if settings.device == "cuda" else None)  # noqa: E731
@@ -536,10 +533,11 @@ def retrofit(settings):
             idx, lengths, starts = (x.to(settings.device, non_blocking=True) for x in (idx, lengths, starts))
             logging = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
             retention = Retention(spec, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples, tau=settings.tau,
-                                  bounded=settings.bounded, seed=settings.seed * 10**6 + step, want_recall=logging)
+                                  bounded=settings.bounded, seed=settings.seed * 10**6 + step, want_recall=logging,
+                                  compiled=settings.compile and settings.device == "cuda")
             kl = None
             if settings.train_base:
-                with autocast(settings):
+                with autocast(settings.device):
                     with torch.no_grad():
                         teacher_hidden = teacher(idx, causal_attend)
                     hidden = model(idx, training_attend(model, spec, retention))
@@ -548,7 +546,7 @@ def retrofit(settings):
                 kl.backward()
             else:
                 anchors = []
-                with autocast(settings), torch.no_grad():
+                with autocast(settings.device), torch.no_grad():
                     model(idx, training_attend(model, spec, retention, anchors))
                 sum(anchors).backward()
             optimizer_step(model, optimizer, step, settings)
@@ -560,13 +558,13 @@ def retrofit(settings):
                     values["kl"] = finite(kl, step)
                 run.progress(step, first_step, tokens, **values)
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
-                report(run, f"step {step + 1}", **{settings.policy: evaluate(model, settings, spec, model.scorers)})
+                report(run, f"step {step + 1}", **{settings.policy: measure()})
             if (step + 1) % settings.save_every == 0:
                 run.save(model, optimizer, step + 1, spec)
     except KeyboardInterrupt:
         return interrupted(run, model, optimizer, step, spec)
     run.log["seconds"] = time.time() - run.started
-    run.log["after"] = report(run, "after", **{settings.policy: evaluate(model, settings, spec, model.scorers)})
+    run.log["after"] = report(run, "after", **{settings.policy: measure()})
     run.save(model, optimizer, settings.steps, spec)
     if "before" in run.log:
         print_before_after(run.log["before"], run.log["after"], settings.policy)

@@ -30,7 +30,7 @@ ALPHABET = "".join(sorted(NAMES + string.digits + FILLER + "|=+-:;?#>% \n"))
 LIMIT = 1000  # values stay below, so that they have at most 3 digits
 TEST_SIZES = {"arith": (17, 22), "walk": (14, 19)}    # variables / steps of validation and test problems (inclusive)
 TRAIN_SIZES = {"arith": (4, 27), "walk": (3, 22)}     # smaller problems are what teaches the digits
-MAX_LENGTH = 2816                                     # longer problems of a drawn size are drawn again
+MAX_LENGTH = 2816                                     # longer problems of these sizes are drawn again
 SPLIT_OF_16 = {0: "test", 1: "validation"}            # the rest is train
 
 
@@ -199,7 +199,7 @@ def make_problem(family, index, split="test", size=None):
         if prompt and split_of(prompt) == split:
             steps = solve(prompt)
             trace = "".join(steps)
-            if size or len(prompt) + len(trace) < MAX_LENGTH:
+            if len(prompt) + len(trace) < MAX_LENGTH or n > TRAIN_SIZES[family][1]:
                 return Problem(family, split, index, n, prompt, trace, steps[-1][1:])
 
 

@@ -196,7 +196,7 @@ def test_retention_loss_teaches_the_scorer_alone(frozen):
         assert all(torch.equal(a, x.grad) for a, x in zip(plain, (q, k, v)))
     again = torch.zeros((), requires_grad=True)
     twice = raw.detach().clone().requires_grad_()
-    RetentionLoss.apply(again, twice, log_gamma.detach(), q, k, lse, evict_at,
+    RetentionLoss.apply(again, twice, log_gamma.detach(), q.detach(), k.detach(), lse.detach(), evict_at,
                         Retention(SPEC, torch.tensor([T, T - 5]), weight=1.0), 3).backward()
     assert torch.allclose(twice.grad, 2 * raw.grad)  # same samples, and the weight scales the gradient
 

@@ -1,0 +1,161 @@
+"""Measurements that anyone can repeat: `python bench.py NAME` prints a table and writes assets/results/NAME.json.
+
+    python bench.py first-look      pass@1 on unseen generated problems: KVpop against dense, streaming, random, knorm and
+                                    the oracle, at every budget that a retrofitted checkpoint is given for
+
+Each JSON holds name, command, commit, date, device, torch and rows; the tables of the README are made from these files.
+Losing rows stay in. What a row means stands beside the function that makes it.
+"""
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from data.tokenizer import EOT, decode
+from data.traces import FAMILIES, MAX_LENGTH, check, make_problem
+from decode import generate
+from flex_masks import CacheSpec
+from model import load_model
+from scorer import load_scorers, make_scorer, state_entries
+from train import evaluate, provenance
+
+RESULTS = Path("assets/results")
+
+
+def write_results(name, rows, device, **extra):
+    """assets/results/NAME.json, whole or not at all."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    content = {"name": name, "command": " ".join(["python", *sys.argv]), **provenance(device), **extra, "rows": rows}
+    path.with_suffix(".tmp").write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(path.with_suffix(".tmp"), path)
+    return path
+
+
+def print_table(rows, columns):
+    """Columns of equal width, numbers to four digits."""
+    def cell(value):
+        return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    table = [list(columns)] + [[cell(row.get(c)) for c in columns] for row in rows]
+    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+    for line in table:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
+
+
+def bootstrap(values, reference=None, n=2000, seed=0):
+    """95 % interval over problems of mean(values), or of mean(values) / mean(reference) with problems kept in pairs."""
+    rng, m, stats = random.Random(seed), len(values), []
+    for _ in range(n):
+        pick = rng.choices(range(m), k=m)
+        top = sum(values[i] for i in pick)
+        bottom = m if reference is None else sum(reference[i] for i in pick)
+        stats.append(top / bottom if bottom else 0.0)
+    stats.sort()
+    return stats[int(0.025 * n)], stats[int(0.975 * n)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def first_look(args):
+    """pass@1, greedy, on the first `--problems` test problems, half of each family.
+
+    Row: policy, model (folder name), weights (base or adapted), budget (entries a KV head, scorer state included; None =
+    dense), compression_ratio (1 - budget / mean length), family (arith, walk, both), problems, right (final answer
+    right), pass_at_1 with ci_low, ci_high (bootstrap over problems), relative (pass_at_1 / dense's) with relative_low,
+    relative_high (paired bootstrap), traces_right (every byte right), token_accuracy (teacher-forced), decoded: true when
+    the policy really generated token by token under its budget. The oracle needs the future, so it is teacher-forced
+    on the right trace and its `right` counts whole traces, which under-counts answers if anything.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    per_family = args.problems // len(FAMILIES)
+    problems = [make_problem(family, i, "test") for family in FAMILIES for i in range(per_family)]
+    mean_length = sum(len(p.prompt) + len(p.trace) + 1 for p in problems) / len(problems)
+    base = load_model(args.base, device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
+    config, jobs = base.config, [("dense", args.base, None)]
+    retrofits = {}
+    for folder in args.retrofit:
+        settings = load_scorers(folder)[1]
+        retrofits[settings["budget"]] = (folder, settings)
+    for budget, (folder, settings) in sorted(retrofits.items()):
+        jobs += [(settings["policy"], folder, budget)]
+        jobs += [(policy, args.base, budget) for policy in args.policies]
+    rows, dense_right = [], None
+    for policy, folder, budget in jobs:
+        start = time.time()
+        model, weights, spec, scorers = base, "base", None, None
+        if budget is not None:
+            settings = retrofits[budget][1]
+            spec = CacheSpec(settings["n_sink"], settings["window"], budget, state_entries(policy, config.head_dim))
+            shape = dict(n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window)
+            if folder == args.base:
+                scorers = torch.nn.ModuleList(make_scorer(policy, layer=i, **shape) for i in range(config.n_layer))
+            else:
+                scorers = load_scorers(folder)[0]
+                if (Path(folder) / "config.json").is_file():  # else the scorer was trained on the frozen base
+                    model, weights = load_model(folder, device, base.model.embed_tokens.weight.dtype).eval(), "adapted"
+            scorers = scorers.to(device)
+        forced = evaluate(model.float(), device, per_family, spec, scorers, split="test")
+        model.to(torch.bfloat16 if device == "cuda" else torch.float32)
+        if policy == "oracle":
+            right = traces = [ok for family in FAMILIES for ok in forced["right"][family]]
+        else:
+            result = generate(model, [list(p.prompt.encode()) for p in problems], spec, scorers, stop_ids=[EOT],
+                              max_new_tokens=MAX_LENGTH - min(len(p.prompt) for p in problems))
+            verdicts = [check(p, decode(t for t in tokens if t <= EOT)) for p, tokens in zip(problems, result.tokens)]
+            right, traces = [v.answer_right for v in verdicts], [v.trace_right for v in verdicts]
+        dense_right = right if policy == "dense" else dense_right
+        for family in ("both", *FAMILIES):
+            mine = [i for i, p in enumerate(problems) if family in ("both", p.family)]
+            ok, reference = [right[i] for i in mine], [dense_right[i] for i in mine]
+            low, high = bootstrap(ok)
+            relative_low, relative_high = bootstrap(ok, reference)
+            rows.append(dict(
+                policy=policy, model=Path(folder).resolve().name, weights=weights, budget=budget,
+                compression_ratio=0.0 if budget is None else 1 - budget / mean_length, family=family, problems=len(ok),
+                right=sum(ok), pass_at_1=sum(ok) / len(ok), ci_low=low, ci_high=high,
+                relative=sum(ok) / max(1, sum(reference)), relative_low=relative_low, relative_high=relative_high,
+                traces_right=sum(traces[i] for i in mine), decoded=policy != "oracle",
+                token_accuracy=forced["token_accuracy"] if family == "both" else None,
+                recall=forced["recall"] if family == "both" else None, seconds=round(time.time() - start, 1)))
+        done = rows[-3]
+        print(f"{policy} at {budget or 'any length'}: {done['right']} of {done['problems']} right, "
+              f"{done['traces_right']} whole traces, {time.time() - start:.0f} s", flush=True)
+        path = write_results("first-look", rows, device, mean_length=mean_length)
+    print_table(rows, ["policy", "model", "weights", "budget", "compression_ratio", "family", "right", "problems",
+                       "pass_at_1", "ci_low", "ci_high", "relative", "relative_low", "relative_high", "traces_right",
+                       "token_accuracy"])
+    print(f"wrote {path}")
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    sub = names.add_parser("first-look", help="pass@1 of every policy on generated problems",
+                           description=first_look.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub.add_argument("--base", default="assets/base", help="base checkpoint (default: %(default)s)")
+    sub.add_argument("--retrofit", nargs="+", default=["assets/kvpop"], metavar="FOLDER",
+                     help="retrofitted checkpoints, one a budget (default: %(default)s)")
+    sub.add_argument("--policies", nargs="*", default=["streaming", "random", "knorm", "oracle"],
+                     help="training-free policies, run on the base at each budget (default: %(default)s)")
+    sub.add_argument("--problems", type=int, default=512, help="test problems, half of each family (default: %(default)s)")
+    sub.set_defaults(run=first_look)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
