@@ -1,7 +1,7 @@
 """Measurements that anyone can repeat: `python bench.py NAME` prints a table and writes assets/results/NAME.json.
 
-    python bench.py first-look      pass@1 on unseen generated problems: KVpop against dense, streaming, random, knorm and
-                                    the oracle, at every budget that a retrofitted checkpoint is given for
+    python bench.py first-look      pass@1 on unseen generated problems: KVpop against dense, streaming, random, knorm
+                                    and the oracle, at every budget that a retrofitted checkpoint is given for
 
 Each JSON holds name, command, commit, date, device, torch and rows; the tables of the README are made from these files.
 Losing rows stay in. What a row means stands beside the function that makes it.
@@ -37,6 +37,13 @@ def write_results(name, rows, device, **extra):
     return path
 
 
+def earlier_rows(name, **settings):
+    """Rows of an earlier run of the same benchmark with the same settings; [] where there is none."""
+    path = RESULTS / f"{name}.json"
+    earlier = json.loads(path.read_text()) if path.is_file() else {}
+    return earlier["rows"] if earlier and all(earlier.get(k) == v for k, v in settings.items()) else []
+
+
 def print_table(rows, columns):
     """Columns of equal width, numbers to four digits."""
     def cell(value):
@@ -64,33 +71,38 @@ def bootstrap(values, reference=None, n=2000, seed=0):
 def first_look(args):
     """pass@1, greedy, on the first `--problems` test problems, half of each family.
 
-    Row: policy, model (folder name), weights (base or adapted), budget (entries a KV head, scorer state included; None =
-    dense), compression_ratio (1 - budget / mean length), family (arith, walk, both), problems, right (final answer
+    Row: policy, model (folder name), weights (base or adapted), budget (entries a KV head, scorer state included; None
+    = dense), compression_ratio (1 - budget / mean length), family (arith, walk, both), problems, right (final answer
     right), pass_at_1 with ci_low, ci_high (bootstrap over problems), relative (pass_at_1 / dense's) with relative_low,
-    relative_high (paired bootstrap), traces_right (every byte right), token_accuracy (teacher-forced), decoded: true when
-    the policy really generated token by token under its budget. The oracle needs the future, so it is teacher-forced
-    on the right trace and its `right` counts whole traces, which under-counts answers if anything.
+    relative_high (paired bootstrap), traces_right (every byte right), token_accuracy (teacher-forced), decoded: true
+    when the policy really generated token by token under its budget. The oracle needs the future, so it is
+    teacher-forced on the right trace and its `right` counts whole traces, which under-counts answers if anything.
+    right_bits: one digit a problem. Rows that the file has already are kept: delete it to start over.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     per_family = args.problems // len(FAMILIES)
     problems = [make_problem(family, i, "test") for family in FAMILIES for i in range(per_family)]
     mean_length = sum(len(p.prompt) + len(p.trace) + 1 for p in problems) / len(problems)
     base = load_model(args.base, device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
-    config, jobs = base.config, [("dense", args.base, None)]
-    retrofits = {}
+    config, jobs, retrofits = base.config, [("dense", args.base, None)], {}
     for folder in args.retrofit:
         settings = load_scorers(folder)[1]
         retrofits[settings["budget"]] = (folder, settings)
-    for budget, (folder, settings) in sorted(retrofits.items()):
-        jobs += [(settings["policy"], folder, budget)]
+    for budget in sorted(args.budgets or retrofits):
         jobs += [(policy, args.base, budget) for policy in args.policies]
-    rows, dense_right = [], None
+    jobs += [(settings["policy"], folder, budget) for budget, (folder, settings) in sorted(retrofits.items())]
+    rows, dense_right = earlier_rows("first-look", base=args.base, problems=len(problems)), None
     for policy, folder, budget in jobs:
-        start = time.time()
+        start, model_name = time.time(), Path(folder).resolve().name
+        done = [row for row in rows if (row["policy"], row["model"], row["budget"]) == (policy, model_name, budget)]
+        if done:  # an interrupted run goes on where it stopped
+            if policy == "dense":
+                dense_right = [bit == "1" for bit in done[0]["right_bits"]]
+            continue
         model, weights, spec, scorers = base, "base", None, None
         if budget is not None:
-            settings = retrofits[budget][1]
-            spec = CacheSpec(settings["n_sink"], settings["window"], budget, state_entries(policy, config.head_dim))
+            n_sink, window = next(((s["n_sink"], s["window"]) for _, s in retrofits.values()), (4, 64))
+            spec = CacheSpec(n_sink, window, budget, state_entries(policy, config.head_dim))
             shape = dict(n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window)
             if folder == args.base:
                 scorers = torch.nn.ModuleList(make_scorer(policy, layer=i, **shape) for i in range(config.n_layer))
@@ -114,22 +126,22 @@ def first_look(args):
             ok, reference = [right[i] for i in mine], [dense_right[i] for i in mine]
             low, high = bootstrap(ok)
             relative_low, relative_high = bootstrap(ok, reference)
+            both = family == "both"
             rows.append(dict(
-                policy=policy, model=Path(folder).resolve().name, weights=weights, budget=budget,
+                policy=policy, model=model_name, weights=weights, budget=budget,
                 compression_ratio=0.0 if budget is None else 1 - budget / mean_length, family=family, problems=len(ok),
                 right=sum(ok), pass_at_1=sum(ok) / len(ok), ci_low=low, ci_high=high,
                 relative=sum(ok) / max(1, sum(reference)), relative_low=relative_low, relative_high=relative_high,
                 traces_right=sum(traces[i] for i in mine), decoded=policy != "oracle",
-                token_accuracy=forced["token_accuracy"] if family == "both" else None,
-                recall=forced["recall"] if family == "both" else None, seconds=round(time.time() - start, 1)))
-        done = rows[-3]
-        print(f"{policy} at {budget or 'any length'}: {done['right']} of {done['problems']} right, "
-              f"{done['traces_right']} whole traces, {time.time() - start:.0f} s", flush=True)
-        path = write_results("first-look", rows, device, mean_length=mean_length)
+                token_accuracy=forced["token_accuracy"] if both else None, recall=forced["recall"] if both else None,
+                right_bits="".join("01"[bool(x)] for x in ok) if both else None))
+        write_results("first-look", rows, device, base=args.base, problems=len(problems), mean_length=mean_length)
+        print(f"{policy} at {budget or 'any length'}: {sum(right)} of {len(right)} right, {sum(traces)} whole traces, "
+              f"{time.time() - start:.0f} s", flush=True)
     print_table(rows, ["policy", "model", "weights", "budget", "compression_ratio", "family", "right", "problems",
                        "pass_at_1", "ci_low", "ci_high", "relative", "relative_low", "relative_high", "traces_right",
                        "token_accuracy"])
-    print(f"wrote {path}")
+    print(f"wrote {RESULTS / 'first-look.json'}")
 
 
 def parse_args(argv):
@@ -138,11 +150,14 @@ def parse_args(argv):
     sub = names.add_parser("first-look", help="pass@1 of every policy on generated problems",
                            description=first_look.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sub.add_argument("--base", default="assets/base", help="base checkpoint (default: %(default)s)")
-    sub.add_argument("--retrofit", nargs="+", default=["assets/kvpop"], metavar="FOLDER",
+    sub.add_argument("--retrofit", nargs="*", default=["assets/kvpop"], metavar="FOLDER",
                      help="retrofitted checkpoints, one a budget (default: %(default)s)")
     sub.add_argument("--policies", nargs="*", default=["streaming", "random", "knorm", "oracle"],
                      help="training-free policies, run on the base at each budget (default: %(default)s)")
-    sub.add_argument("--problems", type=int, default=512, help="test problems, half of each family (default: %(default)s)")
+    sub.add_argument("--budgets", nargs="*", type=int,
+                     help="budgets of the training-free policies (default: those of the retrofits)")
+    sub.add_argument("--problems", type=int, default=512,
+                     help="test problems, half of each family (default: %(default)s)")
     sub.set_defaults(run=first_look)
     return parser.parse_args(argv)
 

@@ -3,8 +3,8 @@
 What this file holds, bottom-up:
   CacheSpec             n_sink + window + n_select = n_slots entries per KV head, and how the budget pays for them
   generate_*_mask_mod   the readable form: sink, window and top-k closures, joined with or_masks under causality
-  fenwick_cutoffs       the running top-k threshold with a Fenwick tree (the specification); parallel_cutoffs is the GPU form
-  plan                  priorities -> evict_at, the first query that no longer sees a token (the fast form of the same mask)
+  fenwick_cutoffs       the running top-k threshold with a Fenwick tree, the specification; parallel_cutoffs: for GPUs
+  plan                  priorities -> evict_at, the first query that no longer sees a token: the mask's fast form
   evict_at_block_mask   which 128 x 128 tiles are empty, partial or full, in closed form: nothing of size T x T exists
   attention             (out, lse): FlexAttention on a GPU, dense_reference built from the same mods elsewhere
 How it departs from vanilla FlexAttention code: eviction is irreversible, so any policy is one integer per token and KV
@@ -45,8 +45,9 @@ class CacheSpec:
             raise ValueError(f"n_sink {self.n_sink} is negative: use 0 for no sinks")
         if self.n_select < 0:
             least = self.n_sink + self.window + self.state_entries
-            raise ValueError(f"budget {self.budget} is below n_sink {self.n_sink} + window {self.window} + scorer state "
-                             f"{self.state_entries} entries: raise --budget to {least} or more, or shrink the window")
+            raise ValueError(f"budget {self.budget} is below n_sink {self.n_sink} + window {self.window} + scorer "
+                             f"state {self.state_entries} entries: raise --budget to {least} or more, or shrink the "
+                             "window")
 
     @property
     def n_select(self):  # long-range entries chosen by score
@@ -81,7 +82,7 @@ def generate_window_mask_mod(window):
 def generate_topk_mask_mod(rank, cutoff, spec, group_size=1):
     """Candidates that have left the window and whose rank reaches the running threshold (paper algorithm 2).
 
-    rank, cutoff: (B, H_kv, M) int64 from `running_topk`; entry i is candidate t = i + n_sink, eligible at q = t + window.
+    rank, cutoff: (B, H_kv, M) int64 from `running_topk`; entry i is candidate t = i + n_sink, eligible at t + window.
     """
     n_sink, window, last = spec.n_sink, spec.window, rank.shape[-1] - 1
 
@@ -137,7 +138,7 @@ def effective_priority(scores, log_gamma=None, positions=None):
 
 
 def rank_candidates(priority, spec):
-    """Unique integer ranks 0..M-1 of the candidates t in [n_sink, T - window), by (priority, position): newer wins ties.
+    """Unique ranks 0..M-1 of the candidates t in [n_sink, T - window), by (priority, position): newer wins ties.
 
     priority (B, H_kv, T) -> rank (B, H_kv, M) int64, M = max(0, T - window - n_sink).
     """
@@ -184,14 +185,14 @@ def parallel_cutoffs(rank, n_select, compiled=False):
 
     rank: (..., M) int64 unique in 0..M-1. At each bit of the rank, from the top, every prefix i is a range [lo, hi) of
     the sequence stably partitioned by the bits above. If the range holds at least k ones the k-th largest has this bit
-    set: go to the ones; otherwise subtract them and go to the zeros. log2(M) levels of cumsum, gathers and one partition.
+    set: go to the ones; otherwise subtract them and go to the zeros. log2(M) levels of cumsum, gathers, a partition.
     compiled: through torch.compile (once a shape, tens of seconds), for training on a GPU, where a shape comes back in
     every step and launching the small kernels one by one would cost more than the attention they save.
     """
     if rank.shape[-1] == 0 or n_select == 0:
         return torch.full_like(rank, rank.shape[-1])
     walk = compiled_wavelet_walk if compiled else wavelet_walk
-    return walk(rank, torch.full((), n_select, dtype=torch.int64, device=rank.device))  # data: one graph for all budgets
+    return walk(rank, torch.full((), n_select, dtype=torch.int64, device=rank.device))  # data: a graph serves all k
 
 
 def wavelet_walk(rank, n_select):
@@ -406,7 +407,7 @@ def draw(path, T=24, spec=CacheSpec(n_sink=2, window=4, budget=10), seed=0):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Draw the sink, window and top-k masks, their union and the lifetimes.")
+    parser = argparse.ArgumentParser(description="Draw sink, window and top-k masks, their union, the lifetimes.")
     parser.add_argument("--out", default="assets/masks.png", help="picture to write (default: %(default)s)")
     path = parser.parse_args().out
     draw(path)

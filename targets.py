@@ -2,11 +2,11 @@
 
 What this file holds:
   future_attention   the target: one attention call with queries and keys swapped, fed with the lse of the sparse pass
-  boundary_loss      a logistic loss at the place where the cache decides: the newcomer against the token it would displace
+  boundary_loss      a logistic loss where the cache decides: the newcomer against the token it would displace
   retention_recall   share of the teacher's top-k that the student keeps, the figure to watch
   RetentionLoss      custom autograd function: identity forward, all of the above in the backward
-How it departs from plain distillation: the attention matrix never exists. exp(score - lse) is the probability itself, so
-the log-sum-exp of a call that swaps q and k IS the log of a token's future mass. The loss reaches scorer parameters only.
+How it departs from plain distillation: the attention matrix never exists. exp(score - lse) is the probability itself,
+so the log-sum-exp of a call that swaps q and k IS the log of a token's future mass. The loss reaches the scorer only.
 
 Source: KVpop, arXiv 2607.05061, sections 3.2-3.3, table 3. Letters as in flex_masks.py: B, T, H, H_kv, D, M candidates.
 """

@@ -1,6 +1,6 @@
 """Train a base model on generated traces, or retrofit a model with KVpop.
 
-    python train.py                           train the scorer alone on the shipped base; any device, minutes on two cores
+    python train.py                           the scorer alone on the shipped base; any device, minutes on two cores
     python train.py --train-base              the full retrofit: every weight, KL from the model's own dense copy
     python train.py --stage pretrain          make the base model itself
 
@@ -13,6 +13,7 @@ that decode.py reads; a single train_state.pt beside them, tensors and numbers o
 import argparse
 import contextlib
 import copy
+import functools
 import json
 import math
 import os
@@ -43,10 +44,11 @@ def option(default, reason, **extra):
 @dataclass
 class Settings:
     """Every knob with its default and its reason. None: the stage's preset below decides."""
-    stage: str = option("retrofit", "pretrain makes a base model, retrofit adds KVpop to one", choices=["retrofit", "pretrain"])
+    stage: str = option("retrofit", "pretrain makes a base model, retrofit adds KVpop to one",
+                        choices=["retrofit", "pretrain"])
     model: str = option("assets/base", "checkpoint folder to retrofit")
     out: str = option("out/kvpop", "folder for checkpoint, training state and log")
-    train_base: bool = option(False, "train every weight: KL from the dense teacher adapts the base to sparse attention")
+    train_base: bool = option(False, "train every weight: KL from the dense teacher adapts the base to the mask")
     resume: bool = option(False, "continue from the training state in --out")
     device: str = option("auto", "auto, cpu or cuda", choices=["auto", "cpu", "cuda"])
     seed: int = option(0, "weights, data order and sampled boundaries all follow from it")
@@ -271,7 +273,7 @@ def cross_entropy(model, hidden, targets, weight):
 
 
 def distillation_kl(model, hidden, teacher, teacher_hidden, mask, top_k):
-    """Forward KL(teacher || student) over the teacher's top_k logits, both renormalised there; mean over mask (B, T)."""
+    """Forward KL(teacher || student) over the teacher's top_k logits, renormalised there; mean over mask (B, T)."""
     def part(h, h_teacher):
         with torch.no_grad():
             logits, top = teacher.unembed(h_teacher).float().topk(top_k, dim=-1)
@@ -290,7 +292,7 @@ def autocast(device):
 
 
 def problem_batches(n, device, batch_size, split, families):
-    """Batches of whole problems, n a family, sorted by length so that little is padding: idx, lengths, starts, problems."""
+    """Batches of whole problems, n a family, sorted by length to save padding: idx, lengths, starts, problems."""
     problems = [make_problem(family, i, split) for family in families for i in range(n)]
     problems.sort(key=lambda p: len(p.prompt) + len(p.trace))
     for i in range(0, len(problems), batch_size):
@@ -342,7 +344,7 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
 # Checkpoints, log, learning rate
 
 class Run:
-    """The output folder of a run: train_state.pt to resume, the exported checkpoint, log.json. All writes are atomic."""
+    """The output folder: train_state.pt to resume, the exported checkpoint, log.json. All writes are atomic."""
 
     def __init__(self, settings):
         self.settings, self.folder, self.started = settings, Path(settings.out), time.time()
@@ -353,8 +355,8 @@ class Run:
             probe.unlink()
         except OSError as error:
             raise ValueError(f"cannot write to --out {self.folder}: {error.strerror or error}") from None
-        self.log = {"command": " ".join(["python", *sys.argv]), "settings": asdict(settings), **provenance(settings.device),
-                    "history": []}
+        self.log = {"command": " ".join(["python", *sys.argv]), "settings": asdict(settings),
+                    **provenance(settings.device), "history": []}
 
     def write_json(self, name, content):
         path = self.folder / f"{name}.tmp"
@@ -416,7 +418,7 @@ def provenance(device):
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True,
                                 cwd=Path(__file__).parent).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
+        commit = os.environ.get("KVPOP_COMMIT", "unknown")  # for a tree that was copied without its .git
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return {"commit": commit, "date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__,
             "python": sys.version.split()[0]}
@@ -431,18 +433,24 @@ def lr_factor(step, settings):
 
 
 def make_optimizer(model, settings):
-    """Two groups with a peak rate each: new parameters, and under --train-base the base."""
+    """A peak rate for new parameters, and one for the base under --train-base."""
     new = [p for n, p in model.named_parameters() if n.startswith("scorers.") or settings.stage == "pretrain"]
     base = [p for n, p in model.named_parameters() if not n.startswith("scorers.") and settings.stage != "pretrain"]
-    groups = [{"params": new, "peak": settings.learning_rate, "scheduled": True}]
+    jobs = [(new, settings.learning_rate, True)]
     if settings.train_base:
-        groups.append({"params": base, "peak": settings.base_learning_rate,
-                       "scheduled": settings.base_schedule == "cosine"})
+        jobs.append((base, settings.base_learning_rate, settings.base_schedule == "cosine"))
+    groups = []
+    for parameters, peak, scheduled in jobs:
+        # norm gains are not decayed: the gains of q- and k-norm bound the logits, and attention that cannot be
+        # sharp spreads over every old token, which no eviction policy survives
+        for decay, part in ((settings.weight_decay, [p for p in parameters if p.dim() >= 2]),
+                            (0.0, [p for p in parameters if p.dim() < 2])):
+            groups.append({"params": part, "peak": peak, "scheduled": scheduled, "weight_decay": decay})
     for group in groups:
         group["lr"] = group["peak"]
     for p in base:
         p.requires_grad_(settings.train_base)
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=settings.device == "cuda")
+    return torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), fused=settings.device == "cuda")
 
 
 def optimizer_step(model, optimizer, step, settings):
@@ -483,7 +491,8 @@ def pretrain(settings):
             optimizer_step(model, optimizer, step, settings)
             tokens += idx.numel()
             if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
-                run.progress(step, first_step, tokens, loss=finite(loss, step), lr=settings.learning_rate * lr_factor(step, settings))
+                run.progress(step, first_step, tokens, loss=finite(loss, step),
+                             lr=settings.learning_rate * lr_factor(step, settings))
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 report(run, f"step {step + 1}", dense=evaluate(model, settings.device, settings.eval_problems))
             if (step + 1) % settings.save_every == 0:
@@ -526,14 +535,16 @@ def retrofit(settings):
                                                       make("streaming")), **{settings.policy: measure()})
     run.started = time.time()
     rows = Problems("train", settings.seed)
-    collate = lambda problems: collate_problems(problems, MAX_LENGTH if settings.device == "cuda" else None)  # noqa: E731
+    pad_to = MAX_LENGTH if settings.device == "cuda" else None  # one shape, one compilation
+    collate = functools.partial(collate_problems, pad_to=pad_to)
     tokens, step = 0, first_step
     try:
         for step, (idx, lengths, starts) in enumerate(loader(rows, settings, first_step, collate), first_step):
             idx, lengths, starts = (x.to(settings.device, non_blocking=True) for x in (idx, lengths, starts))
             logging = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
-            retention = Retention(spec, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples, tau=settings.tau,
-                                  bounded=settings.bounded, seed=settings.seed * 10**6 + step, want_recall=logging,
+            retention = Retention(spec, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples,
+                                  tau=settings.tau, bounded=settings.bounded, want_recall=logging,
+                                  seed=settings.seed * 10**6 + step,
                                   compiled=settings.compile and settings.device == "cuda")
             kl = None
             if settings.train_base:
@@ -541,8 +552,9 @@ def retrofit(settings):
                     with torch.no_grad():
                         teacher_hidden = teacher(idx, causal_attend)
                     hidden = model(idx, training_attend(model, spec, retention))
-                    kl = distillation_kl(model, hidden, teacher, teacher_hidden,
-                                         response_mask(idx.shape[1], lengths, starts), min(settings.top_k, config.vocab_size))
+                    response = response_mask(idx.shape[1], lengths, starts)
+                    kl = distillation_kl(model, hidden, teacher, teacher_hidden, response,
+                                         min(settings.top_k, config.vocab_size))
                 kl.backward()
             else:
                 anchors = []
@@ -574,7 +586,8 @@ def retrofit(settings):
 def finite(loss, step):
     value = loss.item()
     if not math.isfinite(value):
-        raise ValueError(f"the loss is {value} at step {step + 1}: the last checkpoint in --out is kept; lower the learning rate")
+        raise ValueError(f"the loss is {value} at step {step + 1}: the last checkpoint in --out is kept; "
+                         "lower the learning rate")
     return value
 
 
@@ -590,8 +603,8 @@ def report(run, when, **results):
     for policy, r in results.items():
         extra = "" if r["loss"] is None else f"  retention loss {r['loss']:.3f}  recall {r['recall']:.3f}"
         families = ", ".join(f"{f} {v:.3f}" for f, v in r["by_family"].items())
-        print(f"{when}: {policy:10s} trace tokens right {r['token_accuracy']:.4f}  whole traces {r['traces_right']:.3f} "
-              f"({families}; n = {r['n_problems']}){extra}", flush=True)
+        print(f"{when}: {policy:10s} trace tokens right {r['token_accuracy']:.4f}  whole traces {r['traces_right']:.3f}"
+              f" ({families}; n = {r['n_problems']}){extra}", flush=True)
     return {policy: {k: v for k, v in r.items() if k != "right"} for policy, r in results.items()}
 
 
@@ -601,8 +614,9 @@ def print_before_after(before, after, policy):
     print(f"\n{policy:32s}{'before':>10s}{'after':>10s}")
     for name, key, digits in rows:
         print(f"{name:32s}{before[policy][key]:10.{digits}f}{after[policy][key]:10.{digits}f}")
-    print(f"(dense: {before['dense']['token_accuracy']:.4f} of tokens, {before['dense']['traces_right']:.3f} of traces; "
-          f"streaming: {before['streaming']['token_accuracy']:.4f}, {before['streaming']['traces_right']:.3f})\n")
+    print(f"(dense: {before['dense']['token_accuracy']:.4f} of tokens, {before['dense']['traces_right']:.3f} of "
+          f"traces; streaming: {before['streaming']['token_accuracy']:.4f}, "
+          f"{before['streaming']['traces_right']:.3f})\n")
 
 
 def main(argv=None):

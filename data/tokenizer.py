@@ -17,7 +17,7 @@ def byte_encoding():
 
 def encode_checked(text: str, alphabet: str | None = None) -> list[int]:
     """UTF-8 bytes of text as ids. `alphabet` is ModelConfig.alphabet: the allowed bytes decoded as latin-1, None for
-    all of them. The text of a special token is plain bytes here. ValueError names the first byte that is not allowed."""
+    all of them. The text of a special token is plain bytes here. ValueError names the first byte not allowed."""
     try:
         ids = list(text.encode())
     except UnicodeEncodeError as error:

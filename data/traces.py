@@ -10,7 +10,7 @@ Two families share one way of doing sums: digit by digit, units first, then undo
               W| k>zc57 ._ c>kb8 ... k-g?
               k>zc57 348+57 8+7+0=51 4+5+1=01 3+0+1=40 405%1c 405-57 5-7-0=81 ... 348c 405-348 ... 57c;c>kb8 ...#405
 What a KV cache must hold for them: definitions until they are used once, values and records for as long as they may be
-named again, scratch never again after its step. Roles drift over positions: numbers have 1 to 3 digits and no padding, a
+named again, scratch never again after its step. Roles drift over positions: numbers have 1 to 3 digits, unpadded, a
 problem has 2 to 6 given values, filler of random length stands between definitions. Inside a step nothing reaches back
 further than 60 bytes (each check repeats the numbers and the name that it needs), so that what lies beyond a
 window of 64 is needed by name or not at all.
@@ -102,7 +102,7 @@ def solve(prompt):
         while node != goal:
             left, right, weight = record[node][2], record[node][3], int(record[node][4:])
             new = total + weight
-            nxt = right if new % 2 else left
+            nxt = left if new % 2 else right
             steps.append(f"{record[node]} {total}+{weight} {digits(total, '+', weight)} {new}%{new % 2}{nxt} "
                          f"{checks(total, '+', weight, new, nxt)}")
             node, total = nxt, new
@@ -220,7 +220,8 @@ def check(problem, text):
             break
         start += len(step)
     else:
-        return Verdict(answer_right, False, at, f"first error at {at}: text goes on after the answer: {text[at:at + 20]!r}")
+        return Verdict(answer_right, False, at,
+                       f"first error at {at}: text goes on after the answer: {text[at:at + 20]!r}")
     got = text[start:start + len(step)]
     return Verdict(answer_right, False, at, f"first error at {at}, in step {number}: expected {step!r}, got {got!r}")
 
