@@ -152,7 +152,8 @@ def walk_prompt(rng, size):
     next edge is still open: a walk on random edges would soon run in circles, since node and parity decide the rest.
     """
     names = rng.sample(NAMES, min(len(NAMES), size + rng.randint(2, 5)))
-    weight = {name: rng.randrange(1, 10 ** rng.randint(1, 2)) for name in names}
+    width = 2 if size <= 24 else 1  # digits of the largest weight: a long walk's total must stay below LIMIT
+    weight = {name: rng.randrange(1, 10 ** rng.randint(1, width)) for name in names}
     edges = {name: [None, None] for name in names}  # left, right
     start = node = names[0]
     unseen, total = set(names[1:]), 0
