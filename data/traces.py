@@ -102,7 +102,7 @@ def solve(prompt):
         while node != goal:
             left, right, weight = record[node][2], record[node][3], int(record[node][4:])
             new = total + weight
-            nxt = left if new % 2 else right
+            nxt = right if new % 2 else left
             steps.append(f"{record[node]} {total}+{weight} {digits(total, '+', weight)} {new}%{new % 2}{nxt} "
                          f"{checks(total, '+', weight, new, nxt)}")
             node, total = nxt, new
