@@ -566,6 +566,8 @@ def retrofit(settings):
             if logging:
                 mean = lambda d: sum(v.item() for v in d.values()) / len(d)  # noqa: E731
                 values = dict(retention=mean(retention.loss), recall=mean(retention.recall))
+                if math.isnan(values["recall"]):  # nothing was evicted, or nothing is selected
+                    del values["recall"]
                 if kl is not None:
                     values["kl"] = finite(kl, step)
                 run.progress(step, first_step, tokens, **values)
@@ -601,7 +603,7 @@ def interrupted(run, model, optimizer, step, spec=None):
 def report(run, when, **results):
     """Print and return one line a policy, without the per-problem lists."""
     for policy, r in results.items():
-        extra = "" if r["loss"] is None else f"  retention loss {r['loss']:.3f}  recall {r['recall']:.3f}"
+        extra = "" if r["recall"] is None else f"  retention loss {r['loss']:.3f}  recall {r['recall']:.3f}"
         families = ", ".join(f"{f} {v:.3f}" for f, v in r["by_family"].items())
         print(f"{when}: {policy:10s} trace tokens right {r['token_accuracy']:.4f}  whole traces {r['traces_right']:.3f}"
               f" ({families}; n = {r['n_problems']}){extra}", flush=True)
@@ -613,7 +615,8 @@ def print_before_after(before, after, policy):
             ("trace tokens right", "token_accuracy", 4), ("whole traces right", "traces_right", 3)]
     print(f"\n{policy:32s}{'before':>10s}{'after':>10s}")
     for name, key, digits in rows:
-        print(f"{name:32s}{before[policy][key]:10.{digits}f}{after[policy][key]:10.{digits}f}")
+        if before[policy][key] is not None:  # no recall where nothing is evicted or selected
+            print(f"{name:32s}{before[policy][key]:10.{digits}f}{after[policy][key]:10.{digits}f}")
     print(f"(dense: {before['dense']['token_accuracy']:.4f} of tokens, {before['dense']['traces_right']:.3f} of "
           f"traces; streaming: {before['streaming']['token_accuracy']:.4f}, "
           f"{before['streaming']['traces_right']:.3f})\n")
