@@ -1,14 +1,14 @@
 """Generated reasoning problems with worked traces: long-range, checkable to the byte, endless, offline.
 
-Two families share one way of doing sums: digit by digit, units first, then undone twice as a check.
+Two families share one way of doing sums: digit by digit, units first, then checked three times.
   arith   definitions over one-letter variables; the trace copies each definition, recalls its operands by name from
-          anywhere before, works, states the value, and checks it by the two inverse operations:
+          anywhere before, works, states the value, and checks it by the inverse operations:
               A| U=754 .,_ M=213 n=U+M ~. x=n-M ... x?
-              U:754;M:213;n=U+M U:754 M:213 4+3+0=70 5+1+0=60 7+2+0=90 n:967 967-213 7-3-0=40 ... 754n ... 213n;...#754
+              U:754;M:213;n=U+M U:754 M:213 4+3+0=70 5+1+0=60 7+2+0=90 n:967 967-213 7-3-0=40 ... 754n ... 967n;...#754
   walk    a graph whose nodes name two successors and a weight; the walk adds the weight to a running total, goes left
           when the total is even and right when it is odd, and stops at the goal:
               W| k>zc57 ._ c>kb8 ... k-g?
-              k>zc57 348+57 8+7+0=51 4+5+1=01 3+0+1=40 405%1c 405-57 5-7-0=81 ... 348c 405-348 ... 57c;c>kb8 ...#405
+              k>zc57 348+57 8+7+0=51 4+5+1=01 3+0+1=40 405%1c 405-57 5-7-0=81 ... 348c ... 57c ... 405c;c>kb8 ...#405
 What a KV cache must hold for them: definitions until they are used once, values and records for as long as they may be
 named again, scratch never again after its step. Roles drift over positions: numbers have 1 to 3 digits, unpadded, a
 problem has 2 to 6 given values, filler of random length stands between definitions. Inside a step nothing reaches back
@@ -28,8 +28,8 @@ NAMES = string.ascii_letters
 FILLER = ".,_~"
 ALPHABET = "".join(sorted(NAMES + string.digits + FILLER + "|=+-:;?#>% \n"))
 LIMIT = 1000  # values stay below, so that they have at most 3 digits
-TEST_SIZES = {"arith": (17, 22), "walk": (14, 19)}    # variables / steps of validation and test problems (inclusive)
-TRAIN_SIZES = {"arith": (4, 27), "walk": (3, 22)}     # smaller problems are what teaches the digits
+TEST_SIZES = {"arith": (15, 18), "walk": (11, 15)}    # variables / steps of validation and test problems (inclusive)
+TRAIN_SIZES = {"arith": (4, 21), "walk": (3, 17)}     # smaller problems are what teaches the digits
 MAX_LENGTH = 2816                                     # longer problems of these sizes are drawn again
 SPLIT_OF_16 = {0: "test", 1: "validation"}            # the rest is train
 
@@ -69,11 +69,12 @@ def digits(a, op, b):
 
 
 def checks(a, op, b, c, name):
-    """c = a op b undone twice, from numbers alone; `name` is handed on so that the next step finds it nearby."""
-    second = (c, "-", a) if op == "+" else (a, "-", c)
+    """c = a op b undone by both inverse operations, then done again from the last number, all from numbers alone.
+    `name` is handed on, so that the next step finds it nearby."""
     undo = "-" if op == "+" else "+"
-    return (f"{c}{undo}{b} {digits(c, undo, b)} {a}{name} "
-            f"{second[0]}-{second[2]} {digits(*second)} {b}{name};")
+    top, rest = (c, a) if op == "+" else (a, c)  # top - rest = b
+    return (f"{c}{undo}{b} {digits(c, undo, b)} {a}{name} {top}-{rest} {digits(top, '-', rest)} {b}{name} "
+            f"{b}+{rest} {digits(b, '+', rest)} {top}{name};")
 
 
 def solve(prompt):

@@ -193,7 +193,7 @@ def test_a_problem_is_its_index_and_split():
 
 
 def test_bytes_and_alphabet():
-    """decode.py refuses what is not in ALPHABET: it must hold every byte that occurs, and none that was never trained."""
+    """decode.py refuses what is not in ALPHABET: it must hold each byte that occurs, and none that was never trained."""
     seen = set()
     for family in FAMILIES:
         for split in SPLITS:
@@ -373,7 +373,8 @@ def test_check_missing_and_extra_bytes():
     assert (verdict.answer_right, verdict.first_error) == (True, at) and "in step 6: " in verdict.message
     verdict = check(problem, problem.trace.rpartition("#")[0] + "#" + "0" * len(problem.answer))
     assert not verdict.answer_right and "in step 7: " in verdict.message
-    assert repr("#" + problem.answer) in verdict.message and verdict.message.endswith(f"got '#{'0' * len(problem.answer)}'")
+    assert repr("#" + problem.answer) in verdict.message
+    assert verdict.message.endswith(f"got '#{'0' * len(problem.answer)}'")
     assert check(problem, f"{problem.answer}").answer_right is False  # an answer stands behind '#'
     assert check(problem, f"#{problem.answer}").answer_right is True  # though no step is right
     assert check(problem, f"#{problem.answer}0").answer_right is False
