@@ -117,7 +117,7 @@ def first_look(args):
             right = traces = [ok for family in FAMILIES for ok in forced["right"][family]]
         else:
             result = generate(model, [list(p.prompt.encode()) for p in problems], spec, scorers, stop_ids=[EOT],
-                              max_new_tokens=MAX_LENGTH - min(len(p.prompt) for p in problems))
+                              max_new_tokens=MAX_LENGTH - min(len(p.prompt) for p in problems), graph=args.graph)
             verdicts = [check(p, decode(t for t in tokens if t <= EOT)) for p, tokens in zip(problems, result.tokens)]
             right, traces = [v.answer_right for v in verdicts], [v.trace_right for v in verdicts]
         dense_right = right if policy == "dense" else dense_right
@@ -158,6 +158,8 @@ def parse_args(argv):
                      help="budgets of the training-free policies (default: those of the retrofits)")
     sub.add_argument("--problems", type=int, default=512,
                      help="test problems, half of each family (default: %(default)s)")
+    sub.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True,
+                     help="on a GPU, replay decode steps as a CUDA graph (default: %(default)s)")
     sub.set_defaults(run=first_look)
     return parser.parse_args(argv)
 

@@ -314,14 +314,16 @@ def check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_
 
 @torch.no_grad()
 def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_tokens=None, max_seq_len=None,
-             temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_ids=None, on_token=None, cache=None) -> Generation:
+             temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_ids=None, on_token=None, cache=None,
+             graph=True) -> Generation:
     """Generate for a batch of prompts (lists of token ids, any lengths) until every row has stopped.
 
     spec and scorers as for KVCache; both None is the dense policy, with room for the longest row. max_new_tokens None:
     until an end token or max_seq_len (default: the model's). stop_ids default to the model's end tokens.
     seed: one int, row b then draws with seed + b, or one per row. A row's random numbers depend on its seed alone, so
     it draws the same text in any batch and on any device, up to what rounding does to the logits.
-    on_token(row, id) is called for each new token. cache: one to reuse, it is reset. Rows that have stopped go through
+    on_token(row, id) is called for each new token. cache: one to reuse, it is reset. graph: on a GPU, replay each step
+    as a CUDA graph. Rows that have stopped go through
     the steps unread, to keep the shapes: their slots mean nothing after that. ValueError before any work.
     """
     config, weight = model.config, model.model.embed_tokens.weight
@@ -343,9 +345,10 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     T = -(-longest // unit) * unit
     idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=weight.device)
     lengths = torch.tensor([len(p) for p in prompts], device=weight.device)
-    if weight.is_cuda:
+    graph = graph and weight.is_cuda
+    if graph:
         static_ids = torch.zeros(B, dtype=torch.int64, device=weight.device)
-        graph, static_logits = capture_step(model, static_ids, cache)
+        captured, static_logits = capture_step(model, static_ids, cache)
     start = time.perf_counter()
     try:
         logits = prefill(model, idx, lengths, cache)  # (B, V)
@@ -369,9 +372,9 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
                 result.prefill_seconds, start = time.perf_counter() - start, time.perf_counter()
             if all(result.stop):
                 break
-            if weight.is_cuda:
+            if graph:
                 static_ids.copy_(ids)
-                graph.replay()
+                captured.replay()
                 logits = static_logits
             else:
                 logits = step(model, ids, cache)
