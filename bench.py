@@ -81,6 +81,8 @@ def first_look(args):
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     per_family = args.problems // len(FAMILIES)
+    if per_family < 1:
+        raise ValueError(f"--problems {args.problems} is less than one of each family: use {len(FAMILIES)} or more")
     problems = [make_problem(family, i, "test") for family in FAMILIES for i in range(per_family)]
     mean_length = sum(len(p.prompt) + len(p.trace) + 1 for p in problems) / len(problems)
     base = load_model(args.base, device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
