@@ -1,7 +1,6 @@
 """data/traces.py against an oracle of plain integers: what a problem asks, what each byte of its trace says, and what
 `check` says about wrong ones. Nothing here calls `solve` to learn what is right.
 """
-import hashlib
 import os
 import re
 import string
@@ -20,10 +19,10 @@ SPLITS = ("train", "validation", "test")
 DEFINITION = re.compile(r"(?<= )([A-Za-z])=(?:(\d+)|([A-Za-z])([+-])([A-Za-z]))(?= )")
 RECORD = re.compile(r"(?<= )([A-Za-z])>([A-Za-z])([A-Za-z])(\d+)(?= )")
 GROUPS = r"(\d[+-]\d[+-][01]=\d[01](?: \d[+-]\d[+-][01]=\d[01])*)"
-CHECKS = rf"(\d+)([+-])(\d+) {GROUPS} (\d+)(\w) (\d+)-(\d+) {GROUPS} (\d+)(\w) (\d+)\+(\d+) {GROUPS} (\d+)(\w);"
+CHECKS = rf"(\d+)([+-])(\d+) {GROUPS} (\d+)(\w) (\d+)-(\d+) {GROUPS} (\d+)(\w) (\d+)\+(\d+) {GROUPS} (\d+)(\w)"
 GIVEN_STEP = re.compile(r"(\w):(\d+);")
-SUM_STEP = re.compile(rf"(\w)=(\w)([+-])(\w) (\w):(\d+) (\w):(\d+) {GROUPS} (\w):(\d+) {CHECKS}")
-WALK_STEP = re.compile(rf"(\w)>(\w)(\w)(\d+) (\d+)\+(\d+) {GROUPS} (\d+)%([01])(\w) {CHECKS}")
+SUM_STEP = re.compile(rf"(\w)=(\w)([+-])(\w) (\w):(\d+) (\w):(\d+) {GROUPS} (\w):(\d+) {CHECKS};")
+WALK_STEP = re.compile(rf"(\w)>(\w)(\w)(\d+) (\d+)\+(\d+) {GROUPS} (\d+)%([01])(\w) {CHECKS}-(\w);")
 
 
 def problems(family, n, split="test", size=None):
@@ -70,13 +69,14 @@ def worked(groups, a, op, b):
 
 
 def parsed(problem):
-    """The steps as regex matches; every byte of the trace is part of one, and the last part is '#' and the answer."""
-    at, steps = 0, []
-    while problem.trace[at] != "#":
+    """The steps as regex matches; every byte of the trace is part of one, or of the question and answer at its end."""
+    at, steps, end = 0, [], f"#{problem.answer}"
+    if problem.family == "arith":
+        end = problem.prompt[-3:-1] + end
+    while problem.trace[at:] != end:
         patterns = (GIVEN_STEP, SUM_STEP) if problem.family == "arith" else (WALK_STEP,)
         steps.append(next(m for m in (p.match(problem.trace, at) for p in patterns) if m))
         at = steps[-1].end()
-    assert problem.trace[at + 1:] == problem.answer
     return steps
 
 
@@ -133,7 +133,8 @@ def test_walk_traces_against_plain_integers(split, size):
             assert fields[:6] == (node, left, right, weight, a, weight)
             assert worked(fields[6], a, "+", weight) == total
             assert fields[7:10] == (c, str(total % 2), following) and following == (left, right)[total % 2]
-            verify_checks(a, "+", weight, c, following, fields[10:])
+            verify_checks(a, "+", weight, c, following, fields[10:-1])
+            assert fields[-1] == goal  # named in each step, to see whether it is reached
             before = total
 
 
@@ -174,7 +175,7 @@ DIGEST = "import hashlib; from data.traces import make_problem as m; print(hashl
          "for f in ('arith', 'walk') for s in ('train', 'validation', 'test') for i in (0, 1, 999) " \
          "for p in [m(f, i, s)]).encode()).hexdigest())"
 # another value means that shipped weights and results no longer speak of these problems
-KNOWN = "16d66c0b2c3d4f2b5923a94b2875eb92f22ec5b9e492b628a4506f6ce3a3545b"
+KNOWN = "cf660d5fe250f9c850040fb186a54a6b3f1cb8b5e1b6bff9555da7cd056181c2"
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
@@ -379,8 +380,8 @@ def test_check_missing_and_extra_bytes():
     assert (verdict.answer_right, verdict.first_error) == (True, at) and "in step 6: " in verdict.message
     verdict = check(problem, problem.trace.rpartition("#")[0] + "#" + "0" * len(problem.answer))
     assert not verdict.answer_right and "in step 7: " in verdict.message
-    assert repr("#" + problem.answer) in verdict.message
-    assert verdict.message.endswith(f"got '#{'0' * len(problem.answer)}'")
+    assert f"#{problem.answer}', got '" in verdict.message
+    assert verdict.message.endswith(f"#{'0' * len(problem.answer)}'")
     assert check(problem, f"{problem.answer}").answer_right is False  # an answer stands behind '#'
     assert check(problem, f"#{problem.answer}").answer_right is True  # though no step is right
     assert check(problem, f"#{problem.answer}0").answer_right is False

@@ -21,7 +21,7 @@ from data.traces import ALPHABET, FAMILIES, make_problem
 from flex_masks import CacheSpec
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
 from scorer import load_scorers, make_scorer
-from targets import Retention
+from targets import POWER, Retention
 from train import PRESETS, Settings, lr_factor, make_optimizer, parse_settings
 
 CACHE = dict(n_sink=2, window=8, budget=40)  # kvpop's state costs 5 of them at head_dim 8
@@ -493,8 +493,8 @@ def test_the_oracle_ranks_by_the_attention_that_dense_queries_will_pay():
     query, t = torch.arange(T)[:, None], torch.arange(T)
     for _, q, k, _, scores, evict_at in found:
         p = (q @ k.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(t > query, -math.inf).softmax(-1)  # (1, H, T, T)
-        mass = (p * (query >= t + 8)).sum(2) / (T - t - 8).clamp(min=1)
-        want = (mass + 1e-8).log().view(1, 2, 2, T).amax(2)
+        mass = (p**POWER * (query >= t + 8)).sum(2) / (T - t - 8).clamp(min=1)
+        want = (mass**(1 / POWER) + 1e-8).log().view(1, 2, 2, T).amax(2)
         assert (scores - want)[..., :T - 8].abs().max() < 1e-3 and want.std() > 1
         visible = (t <= query) & (query < evict_at[..., None, :])  # sinks stay, and no query sees more than 35
         assert visible[..., 2:, :2].all()
@@ -589,8 +589,9 @@ def test_the_retention_loss_gets_its_settings(base, tmp_path, monkeypatch, kind)
         return made[-1]
     monkeypatch.setattr(train, "Retention", make)
     assert run(*job(kind, base, tmp_path), "--steps", 3, "--n-samples", 6, "--tau", 0.5, "--no-bounded", "--seed", 2,
-               "--log-every", 2) == 0
-    assert all((r.weight, r.n_samples, r.tau, r.bounded) == (0.5, 6, 0.5, False) for r in made)  # weight: 1 / layers
+               "--log-every", 2, "--target-power", 1.5) == 0
+    for r in made:  # weight: 1 / layers
+        assert (r.weight, r.n_samples, r.tau, r.bounded, r.power) == (0.5, 6, 0.5, False, 1.5)
     assert len({r.seed for r in made}) == 3 and all(r.spec == SPEC and r.passes == 2 for r in made)
     assert [len(r.recall) for r in made] == [0, 2, 2]  # measured where it is logged
 
