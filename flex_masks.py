@@ -359,7 +359,7 @@ def attention(q, k, v, evict_at, block_mask=None):
     -> out (B, H, T, D), lse (B, H, T) fp32, natural log. Any T >= 1.
     block_mask: `evict_at_block_mask(evict_at, H)` when T is a multiple of TILE and several layers share it.
     """
-    H, T = q.shape[1], q.shape[2]
+    H, T, D = q.shape[1:]
     if not q.is_cuda:  # FlexAttention has no backward on CPUs, and no lse from compiled inference
         mask_mod = generate_evict_at_mask_mod(evict_at, H // evict_at.shape[1])
         return dense_reference(q, k, v, mask_mod, causal=True)
@@ -367,8 +367,11 @@ def attention(q, k, v, evict_at, block_mask=None):
         # A pad key has birth >= T, so real queries never see it; it never dies, so that no pad query has an empty row.
         block_mask = evict_at_block_mask(pad_to_tile(evict_at, NEVER, -1).contiguous(), H)
     q, k, v = (pad_to_tile(x, 0.0, 2) for x in (q, k, v))
-    out, aux = compiled_flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
-    return out[:, :, :T], aux.lse[:, :, :T]
+    if D < 16:  # the smallest head that the kernel takes; zeros change neither scores nor the rest of the output
+        q, k, v = (torch.nn.functional.pad(x, (0, 16 - D)) for x in (q, k, v))
+    out, aux = compiled_flex_attention(q, k, v, block_mask=block_mask, scale=D**-0.5, enable_gqa=True,
+                                       return_aux=AuxRequest(lse=True))
+    return out[:, :, :T, :D], aux.lse[:, :, :T]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,11 +20,13 @@ from torch.nn.attention.flex_attention import AuxRequest
 import flex_masks
 from flex_masks import TILE, CacheSpec, dense_reference, effective_priority, evict_at_from_cutoffs, running_topk
 
+# Power of the mean over future queries; 1 is the paper's. An oracle with 1 drops records that are read only once.
+POWER = 2.0
 EPS = 1e-8  # added to the mean mass, so that a token nobody looks at has a finite target
 
 
-def transposed_lse(q, k, lse, window, lengths, evict_at=None):
-    """log sum_d p(d -> t) over d in [t + window, length): (B, H, T - window) fp32, -inf for an empty sum.
+def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0):
+    """log sum_d p(d -> t)^power over d in [t + window, length): (B, H, T - window) fp32, -inf for an empty sum.
 
     p(d -> t) = exp(q_d . k_t / sqrt(D) - lse_d) comes from an attention call with K as queries and Q as keys; only its
     lse is used, the value is a narrow stand-in. lse (B, H, T) of the attention pass that q and k come from.
@@ -40,7 +42,7 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None):
         x = score - lse[b, h, d]
         if evict_at is not None:
             x = torch.where(d < evict_at[b, h // group_size, t], x, -F.softplus(-x))
-        return x
+        return x * power
 
     def mask_mod(b, h, t, d):
         return (d >= t + window) & (d < lengths[b])
@@ -65,10 +67,13 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None):
 
 
 @torch.no_grad()
-def future_attention(q, k, lse, window, lengths=None, evict_at=None, reduce="max", eps=EPS):
-    """Score targets r*_t = reduce over the group of log(eps + m_t), m_t the mean future attention mass (eqs. 5-7).
+def future_attention(q, k, lse, window, lengths=None, evict_at=None, reduce="max", power=POWER, eps=EPS):
+    """Score targets r*_t = reduce over the group of log(eps + m_t), m_t the future attention of token t (eqs. 5-7).
 
-        m_t = (1 / N_t) sum_{d = t + window}^{length - 1} p(d -> t),   N_t = max(1, length - t - window)
+        m_t = ((1 / N_t) sum_{d = t + window}^{length - 1} p(d -> t)^power)^(1 / power),   N_t = max(1, length - t - window)
+
+    power 1 is the paper's mean mass. There a token that one later query reads with all its attention counts as much as
+    one that every query grazes with 1 / N_t; the power mean tells them apart at the same cost (see POWER).
 
     q (B, H, T, D), k (B, H_kv, T, D), lse (B, H, T) -> (B, H_kv, T) fp32; the last `window` tokens of a row, and its
     pads, have no future: log eps. reduce: "max" or "mean" over the query heads of a KV head. evict_at: the bounded
@@ -82,9 +87,9 @@ def future_attention(q, k, lse, window, lengths=None, evict_at=None, reduce="max
     target = torch.full((B, H_kv, T), math.log(eps), dtype=dtype, device=q.device)
     if T <= window:
         return target
-    mass = transposed_lse(q, k, lse, window, lengths, evict_at)  # (B, H, T - window)
+    mass = transposed_lse(q, k, lse, window, lengths, evict_at, power)  # (B, H, T - window)
     n_future = (lengths.view(B, 1, 1) - torch.arange(T - window, device=q.device) - window).clamp(min=1)
-    log_mean = mass - n_future.to(dtype).log()
+    log_mean = (mass - n_future.to(dtype).log()) / power
     target_h = torch.logaddexp(log_mean, torch.full_like(log_mean, math.log(eps)))  # finite for an empty sum
     target_h = target_h.view(B, H_kv, H // H_kv, T - window)
     target[..., :T - window] = target_h.amax(2) if reduce == "max" else target_h.mean(2)
@@ -174,6 +179,7 @@ class Retention:
     n_samples: int = 128             # boundaries a row and head
     bounded: bool = True             # mass of an evicted token as if it were put back
     reduce: str = "max"
+    power: float = POWER             # of the mean over future queries; 1 is the paper's
     tau: float = 1.0
     seed: int = 0                    # of the sampled queries; mixed with the layer
     want_recall: bool = False
@@ -202,7 +208,8 @@ class RetentionLoss(torch.autograd.Function):
         scores, log_gamma, q, k, lse, evict_at = ctx.saved_tensors
         r, layer = ctx.retention, ctx.layer
         B, H_kv, _ = scores.shape
-        target = future_attention(q, k, lse, r.spec.window, r.lengths, evict_at if r.bounded else None, r.reduce)
+        target = future_attention(q, k, lse, r.spec.window, r.lengths, evict_at if r.bounded else None, r.reduce,
+                                  r.power)
         r.passes += 1
         generator = torch.Generator(q.device).manual_seed(r.seed * 1009 + layer)
         at, valid = sample_queries(r.n_samples, B, H_kv, r.spec, r.lengths, generator)

@@ -33,7 +33,7 @@ from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, TEST_SIZES, make_problem
 from flex_masks import CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything, plan
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
-from targets import (Retention, RetentionLoss, boundary_loss, future_attention, retention_recall, sample_queries,
+from targets import (POWER, Retention, RetentionLoss, boundary_loss, future_attention, retention_recall, sample_queries,
                      teacher_evict_at)
 
 
@@ -72,6 +72,7 @@ class Settings:
     n_samples: int = option(128, "boundaries a sequence and head at which the scorer is taught")
     tau: float = option(1.0, "temperature of the boundary loss")
     bounded: bool = option(True, "future mass of an evicted token as if it were put back (targets.py)")
+    target_power: float = option(POWER, "power mean over future queries in the target; 1 is the paper's mean mass")
     top_k: int = option(256, "teacher logits that the KL sees, renormalised")
     prompt_weight: float = option(0.1, "loss weight of prompt tokens in pretraining: they are mostly random")
     # the base model of --stage pretrain
@@ -302,7 +303,8 @@ def problem_batches(n, device, batch_size, split, families):
 
 
 @torch.no_grad()
-def evaluate(model, device, n, spec=None, scorers=None, split="validation", families=FAMILIES, bounded=True, tau=1.0):
+def evaluate(model, device, n, spec=None, scorers=None, split="validation", families=FAMILIES, bounded=True, tau=1.0,
+             power=POWER):
     """Teacher-forced on n problems a family: share of trace tokens and of whole traces right; for a learned scorer also
     the retention loss and recall. A whole trace is right exactly when greedy decoding under the policy writes it.
 
@@ -314,7 +316,7 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
     right, correct, total, losses, recalls = {f: {} for f in families}, 0, 0, [], []
     for idx, lengths, starts, problems in problem_batches(n, device, batch_size, split, families):
         def watch(layer, q, k, lse, scores, evict_at):
-            target = future_attention(q, k, lse, spec.window, lengths, evict_at if bounded else None)
+            target = future_attention(q, k, lse, spec.window, lengths, evict_at if bounded else None, power=power)
             generator = torch.Generator(q.device).manual_seed(layer)
             at, valid = sample_queries(64, *scores.shape[:2], spec, lengths, generator)
             log_gamma = scorers[layer].log_gamma()
@@ -528,7 +530,7 @@ def retrofit(settings):
           f"= {spec.budget} entries a head")
     streaming = CacheSpec(spec.n_sink, spec.window, spec.budget)
     measure = lambda: evaluate(model, settings.device, settings.eval_problems, spec, model.scorers,  # noqa: E731
-                               bounded=settings.bounded, tau=settings.tau)
+                               bounded=settings.bounded, tau=settings.tau, power=settings.target_power)
     if first_step == 0:
         run.log["before"] = report(run, "before", dense=evaluate(model, settings.device, settings.eval_problems),
                                    streaming=evaluate(model, settings.device, settings.eval_problems, streaming,
@@ -543,7 +545,8 @@ def retrofit(settings):
             idx, lengths, starts = (x.to(settings.device, non_blocking=True) for x in (idx, lengths, starts))
             logging = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
             retention = Retention(spec, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples,
-                                  tau=settings.tau, bounded=settings.bounded, want_recall=logging,
+                                  tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
+                                  want_recall=logging,
                                   seed=settings.seed * 10**6 + step,
                                   compiled=settings.compile and settings.device == "cuda")
             kl = None

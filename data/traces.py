@@ -4,11 +4,11 @@ Two families share one way of doing sums: digit by digit, units first, then chec
   arith   definitions over one-letter variables; the trace copies each definition, recalls its operands by name from
           anywhere before, works, states the value, and checks it by the inverse operations:
               A| U=754 .,_ M=213 n=U+M ~. x=n-M ... x?
-              U:754;M:213;n=U+M U:754 M:213 4+3+0=70 5+1+0=60 7+2+0=90 n:967 967-213 7-3-0=40 ... 754n ... 967n;...#754
+              U:754;M:213;n=U+M U:754 M:213 4+3+0=70 5+1+0=60 7+2+0=90 n:967 967-213 7-3-0=40 ... 754n ... 967n;...x?#754
   walk    a graph whose nodes name two successors and a weight; the walk adds the weight to a running total, goes left
           when the total is even and right when it is odd, and stops at the goal:
               W| k>zc57 ._ c>kb8 ... k-g?
-              k>zc57 348+57 8+7+0=51 4+5+1=01 3+0+1=40 405%1c 405-57 5-7-0=81 ... 348c ... 57c ... 405c;c>kb8 ...#405
+              k>zc57 348+57 8+7+0=51 4+5+1=01 3+0+1=40 405%1c 405-57 5-7-0=81 ... 348c ... 405c-g;c>kb8 ...#405
 What a KV cache must hold for them: definitions until they are used once, values and records for as long as they may be
 named again, scratch never again after its step. Roles drift over positions: numbers have 1 to 3 digits, unpadded, a
 problem has 2 to 6 given values, filler of random length stands between definitions. Inside a step nothing reaches back
@@ -41,7 +41,7 @@ class Problem:
     index: int
     size: int    # variables (arith) or steps (walk)
     prompt: str
-    trace: str   # ends with "#" + answer; the end-of-text token is not part of it
+    trace: str   # ends with "#" and the answer; the end-of-text token is not part of it
     answer: str
 
 
@@ -94,7 +94,7 @@ def solve(prompt):
                 a, b = value[x], value[y]
                 c = value[name] = a + b if op == "+" else a - b
                 steps.append(f"{item} {x}:{a} {y}:{b} {digits(a, op, b)} {name}:{c} {checks(a, op, b, c, name)}")
-        return steps + [f"#{value[asked]}"]
+        return steps + [f"{asked}?#{value[asked]}"]  # the question is the last item of the list
     if head == "W":
         *items, ends = items
         node, goal = ends.split("-")
@@ -105,7 +105,7 @@ def solve(prompt):
             new = total + weight
             nxt = right if new % 2 else left
             steps.append(f"{record[node]} {total}+{weight} {digits(total, '+', weight)} {new}%{new % 2}{nxt} "
-                         f"{checks(total, '+', weight, new, nxt)}")
+                         f"{checks(total, '+', weight, new, nxt)[:-1]}-{goal};")  # there yet?
             node, total = nxt, new
         return steps + [f"#{total}"]
     raise ValueError(f"the prompt starts with {prompt[:2]!r}: a problem starts with 'A| ' or 'W| '")
@@ -202,7 +202,7 @@ def make_problem(family, index, split="test", size=None):
             steps = solve(prompt)
             trace = "".join(steps)
             if len(prompt) + len(trace) < MAX_LENGTH or n > TRAIN_SIZES[family][1]:
-                return Problem(family, split, index, n, prompt, trace, steps[-1][1:])
+                return Problem(family, split, index, n, prompt, trace, steps[-1].partition("#")[2])
 
 
 def check(problem, text):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import decode
-from decode import KVCache, choose_victim, dense_spec, generate, prefill, sample, sampling_probs, step
+from decode import (KVCache, capture_step, choose_victim, dense_spec, generate, prefill, sample, sampling_probs,
+                    step)
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, keep_everything, plan
 from model import ModelConfig, Transformer, causal_attend
 from scorer import make_scorer, state_entries
@@ -560,14 +561,8 @@ def test_a_captured_step_equals_an_eager_one(policy):
     model = make_model(torch.float32).cuda()
     scorers, idx = make_scorers(policy, model).cuda(), tokens(90, 3).cuda()
     eager, captured = [KVCache(model.config, make_spec(policy), 3, scorers, "cuda") for _ in range(2)]
-    token, graph = idx[:, 0].clone(), torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(model, token, captured)  # warm-up
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        logits = step(model, token, captured)
+    token = idx[:, 0].clone()
+    graph, logits = capture_step(model, token, captured)
     captured.reset()
     for q in range(90):
         token.copy_(idx[:, q])

@@ -210,11 +210,13 @@ def test_flex_attention_equals_dense_reference(T, D, dtype):
 
     exact = run(lambda *x: dense_reference(*x, mod, causal=True), q.double(), k.double(), v.double())
     yardstick = run(low_precision, q, k, v)
-    floor = torch.finfo(dtype).eps
-    for name, got, low, want in zip(("out", "lse", "dq", "dk", "dv"), run(lambda *x: attention(*x, evict_at), q, k, v),
-                                    yardstick, exact):
-        error, allowed = (got - want).norm() / want.norm().clamp(min=1e-6), (low - want).norm() / want.norm().clamp(min=1e-6)
-        assert error <= 3 * allowed + 2 * floor, (name, error.item(), allowed.item())
+    eps = torch.finfo(dtype).eps
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, got, low, want in zip(names, run(lambda *x: attention(*x, evict_at), q, k, v), yardstick, exact):
+        # a gradient that is exactly zero (dq and dk at T = 1) is measured against the gradient that came in
+        scale = max(want.norm().item(), 1e-3 * weight.norm().item())
+        error, allowed = (got - want).norm().item() / scale, (low - want).norm().item() / scale
+        assert error <= 3 * allowed + 4 * eps, (name, error, allowed)
 
 
 def grid_on(mod, B, H, T, device):

@@ -17,7 +17,7 @@ def inputs(T, dtype=torch.float64, B=2, H=4, H_kv=2, D=8, seed=0):
     return tuple(2 * torch.randn(B, h, T, D, dtype=dtype) for h in (H, H_kv, H_kv))
 
 
-def explicit_target(q, k, lse, window, lengths, evict_at=None, reduce="max"):
+def explicit_target(q, k, lse, window, lengths, evict_at=None, reduce="max", power=1.0):
     """The definition, one token at a time, in fp64."""
     B, H, T, D = q.shape
     H_kv, g = k.shape[1], H // k.shape[1]
@@ -32,21 +32,23 @@ def explicit_target(q, k, lse, window, lengths, evict_at=None, reduce="max"):
                     for d in range(t + window, n):
                         x = (q[b, h, d] @ k[b, h_kv, t]).item() / D**0.5 - lse[b, h, d].item()
                         p = math.exp(x)
-                        mass += p / (1 + p) if evict_at is not None and d >= evict_at[b, h_kv, t] else p
-                    masses.append(math.log(EPS + mass / max(1, n - t - window)))
+                        p = p / (1 + p) if evict_at is not None and d >= evict_at[b, h_kv, t] else p
+                        mass += p**power
+                    masses.append(math.log(EPS + (mass / max(1, n - t - window))**(1 / power)))
                 target[b, h_kv, t] = max(masses) if reduce == "max" else sum(masses) / g
     return target
 
 
 @pytest.mark.parametrize("T", [1, 4, 5, 6, 23])
-@pytest.mark.parametrize("bounded, reduce", [(False, "max"), (True, "max"), (True, "mean")])
-def test_transposed_pass_is_the_formula(T, bounded, reduce):
+@pytest.mark.parametrize("bounded, reduce, power", [(False, "max", 1), (True, "max", 1), (True, "mean", 2),
+                                                    (False, "max", 2), (True, "max", 3.5)])
+def test_transposed_pass_is_the_formula(T, bounded, reduce, power):
     q, k, v = inputs(T)
     evict_at = plan(torch.randn(2, 2, T), SPEC)
     lse = attention(q, k, v, evict_at)[1]
     lengths = torch.tensor([T, max(1, T - 3)])
-    got = future_attention(q, k, lse, SPEC.window, lengths, evict_at if bounded else None, reduce)
-    want = explicit_target(q, k, lse, SPEC.window, lengths, evict_at if bounded else None, reduce)
+    got = future_attention(q, k, lse, SPEC.window, lengths, evict_at if bounded else None, reduce, power)
+    want = explicit_target(q, k, lse, SPEC.window, lengths, evict_at if bounded else None, reduce, power)
     assert got.isfinite().all() and (got - want).abs().max() < 1e-10
     assert (got[..., max(0, T - SPEC.window):] == math.log(EPS)).all()  # no future, no mass
 
@@ -73,6 +75,20 @@ def test_fp32_target_ranks_like_fp64():
     assert (exact - single).abs().max() < 2e-5  # a log of a sum of ~200 terms, each good to a few fp32 eps
     for a, b in zip(exact.flatten(0, 1), single.flatten(0, 1)):
         assert set(a.topk(50).indices.tolist()) == set(b.topk(50).indices.tolist())
+
+
+def test_power_tells_one_full_look_from_many_glances():
+    """Token 0 is read once with all attention, token 1 by every query a little: equal mean mass, not equal need."""
+    lse, big = torch.zeros(1, 1, 12, dtype=torch.float64), 1e3
+    q = torch.zeros(1, 1, 12, 2, dtype=torch.float64)
+    k = torch.full((1, 1, 12, 2), -big, dtype=torch.float64)
+    q[..., 1] = 1.0                                # every later query gives token 1 a probability of 1 / 10
+    k[0, 0, 1] = torch.tensor([0.0, -math.log(10) * 2**0.5])
+    q[0, 0, 7, 0], k[0, 0, 0] = 1.0, torch.tensor([2 * big, -2 * big + 0.0])
+    q[0, 0, 7, 1] = 1.0
+    mean, square = (future_attention(q, k, lse, 2, power=p)[0, 0] for p in (1, 2))
+    assert abs(mean[0] - mean[1]) < 0.12           # 1 look / 10 queries against 9 or 10 glances of 1 / 10
+    assert square[0] - square[1] > 1.0             # sqrt(1 / 10) against 1 / 10
 
 
 def brute_force_loss(scores, log_gamma, target, spec, q, valid):
