@@ -18,7 +18,7 @@ import torch
 
 from data.tokenizer import EOT, decode
 from data.traces import FAMILIES, MAX_LENGTH, check, make_problem
-from decode import generate
+from decode import generate, weights_folder
 from flex_masks import CacheSpec
 from model import load_model
 from scorer import load_scorers, make_scorer, state_entries
@@ -88,11 +88,11 @@ def first_look(args):
     base = load_model(args.base, device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
     config, jobs, retrofits = base.config, [("dense", args.base, None)], {}
     for folder in args.retrofit:
-        settings = load_scorers(folder)[1]
-        retrofits[settings["budget"]] = (folder, settings)
-    for budget in sorted(args.budgets or retrofits):
+        retrofits[folder] = load_scorers(folder)[1]
+    for budget in sorted(args.budgets or {settings["budget"] for settings in retrofits.values()}):
         jobs += [(policy, args.base, budget) for policy in args.policies]
-    jobs += [(settings["policy"], folder, budget) for budget, (folder, settings) in sorted(retrofits.items())]
+    jobs += [(settings["policy"], folder, settings["budget"]) for folder, settings in retrofits.items()]
+    plain = next(iter(retrofits.values()), {"n_sink": 4, "window": 64})  # the training-free policies share one geometry
     rows, dense_right = earlier_rows("first-look", base=args.base, problems=len(problems)), None
     for policy, folder, budget in jobs:
         start, model_name = time.time(), Path(folder).resolve().name
@@ -103,15 +103,16 @@ def first_look(args):
             continue
         model, weights, spec, scorers = base, "base", None, None
         if budget is not None:
-            n_sink, window = next(((s["n_sink"], s["window"]) for _, s in retrofits.values()), (4, 64))
-            spec = CacheSpec(n_sink, window, budget, state_entries(policy, config.head_dim))
+            settings = retrofits.get(folder, plain)
+            spec = CacheSpec(settings["n_sink"], settings["window"], budget, state_entries(policy, config.head_dim))
             shape = dict(n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window)
             if folder == args.base:
                 scorers = torch.nn.ModuleList(make_scorer(policy, layer=i, **shape) for i in range(config.n_layer))
             else:
                 scorers = load_scorers(folder)[0]
-                if (Path(folder) / "config.json").is_file():  # else the scorer was trained on the frozen base
-                    model, weights = load_model(folder, device, base.model.embed_tokens.weight.dtype).eval(), "adapted"
+                lies = weights_folder(folder, settings)
+                if lies.resolve() != Path(args.base).resolve():  # else the scorer was trained on the frozen base
+                    model, weights = load_model(lies, device, base.model.embed_tokens.weight.dtype).eval(), "adapted"
             scorers = scorers.to(device)
         forced = evaluate(model.float(), device, per_family, spec, scorers, split="test")
         model.to(torch.bfloat16 if device == "cuda" else torch.float32)

@@ -431,6 +431,12 @@ def emit(data):
     sys.stdout.buffer.flush()  # as it comes
 
 
+def weights_folder(folder, settings):
+    """Where the model weights of a retrofit lie: with its scorers, or, trained on a frozen base, with the base."""
+    default = "." if (Path(folder) / "config.json").is_file() else settings.get("base", ".")
+    return Path(folder) / settings.get("weights", default)
+
+
 def resolve_policy(args):
     """-> folder of the weights, policy, whether its scorers lie there, settings: --model and --policy taken together.
 
@@ -565,9 +571,7 @@ def parse_args(argv):
 def run(args):
     """The command, after parsing -> exit code. All that can be refused is, before weights are read."""
     folder, policy, has_scorers, settings = resolve_policy(args)
-    weights = folder  # a scorer that was trained on a frozen base leaves the weights where they are
-    if not (folder / "config.json").is_file() and settings.get("base"):
-        weights = folder / settings["base"]
+    weights = weights_folder(folder, settings) if has_scorers else folder
     config = ModelConfig.from_dict(read_json(weights / "config.json"))
     limit = config.max_seq_len if args.max_seq_len is None else args.max_seq_len
     if not 0 < limit <= config.max_seq_len:

@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -119,9 +120,14 @@ def parse_settings(argv=None):
         settings.device = "cuda" if torch.cuda.is_available() else "cpu"
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but this machine shows no GPU to torch: use --device cpu")
-    for name in ("steps", "batch_size", "log_every", "save_every", "eval_problems"):
+    for name in ("steps", "batch_size", "log_every", "save_every", "eval_problems", "n_samples", "top_k"):
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
+    for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
+        if not 0 < getattr(settings, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(settings, name)}")
+    if settings.stage == "retrofit" and Path(settings.out).resolve() == Path(settings.model).resolve():
+        raise ValueError(f"--out {settings.out} is --model itself: a retrofit would overwrite its base, choose another")
     if settings.workers is None:
         settings.workers = 0 if settings.device == "cpu" else min(12, (os.cpu_count() or 2) - 1)
     return settings
@@ -389,7 +395,11 @@ class Run:
             return 0
         if not path.is_file():
             raise FileNotFoundError(f"--resume, but {path} does not exist: check --out, or start without --resume")
-        state = torch.load(path, map_location=self.settings.device, weights_only=True)
+        try:
+            state = torch.load(path, map_location=self.settings.device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"--resume: {path} is damaged or not a training state "
+                             f"({str(error).splitlines()[0]}): start without --resume") from None
         may_differ = {"resume", "steps", "log_every", "eval_every", "eval_problems", "save_every", "workers", "device",
                       "compile", "out", "warmup"}
         for name, value in state["settings"].items():
@@ -482,7 +492,7 @@ def pretrain(settings):
     forward = torch.compile(model, dynamic=False) if settings.compile and settings.device == "cuda" else model
     rows = PackedRows(MAX_LENGTH, settings.seed, settings.prompt_weight)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {settings.device}")
-    tokens, step = 0, first_step
+    tokens, done = 0, first_step
     try:
         for step, batch in enumerate(loader(rows, settings, first_step), first_step):
             idx, targets, weight, doc_end = (x.to(settings.device, non_blocking=True) for x in batch)
@@ -490,7 +500,8 @@ def pretrain(settings):
                 hidden = forward(idx, packed_attend(doc_end, config.n_head))
                 loss = cross_entropy(model, hidden, targets, weight)
             loss.backward()
-            optimizer_step(model, optimizer, step, settings)
+            norm = optimizer_step(model, optimizer, step, settings)
+            done = step + 1
             tokens += idx.numel()
             if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
                 run.progress(step, first_step, tokens, loss=finite(loss, step),
@@ -498,12 +509,14 @@ def pretrain(settings):
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 report(run, f"step {step + 1}", dense=evaluate(model, settings.device, settings.eval_problems))
             if (step + 1) % settings.save_every == 0:
+                finite(norm, step)
                 run.save(model, optimizer, step + 1)
     except KeyboardInterrupt:
-        return interrupted(run, model, optimizer, step)
+        return interrupted(run, model, optimizer, done)
+    run.save(model, optimizer, settings.steps)
     run.log["evaluation"] = report(run, "after", dense=evaluate(model, settings.device, settings.eval_problems))
     run.log["seconds"] = time.time() - run.started
-    run.save(model, optimizer, settings.steps)
+    run.write_json("log.json", run.log)
     print(f"wrote {run.folder}")
 
 
@@ -539,7 +552,7 @@ def retrofit(settings):
     rows = Problems("train", settings.seed)
     pad_to = MAX_LENGTH if settings.device == "cuda" else None  # one shape, one compilation
     collate = functools.partial(collate_problems, pad_to=pad_to)
-    tokens, step = 0, first_step
+    tokens, done = 0, first_step
     try:
         for step, (idx, lengths, starts) in enumerate(loader(rows, settings, first_step, collate), first_step):
             idx, lengths, starts = (x.to(settings.device, non_blocking=True) for x in (idx, lengths, starts))
@@ -564,10 +577,12 @@ def retrofit(settings):
                 with autocast(settings.device), torch.no_grad():
                     model(idx, training_attend(model, spec, retention, anchors))
                 sum(anchors).backward()
-            optimizer_step(model, optimizer, step, settings)
+            norm = optimizer_step(model, optimizer, step, settings)
+            done = step + 1
             tokens += int(lengths.sum()) if settings.device == "cpu" else idx.numel()
             if logging:
                 mean = lambda d: sum(v.item() for v in d.values()) / len(d)  # noqa: E731
+                finite(norm, step)
                 values = dict(retention=mean(retention.loss), recall=mean(retention.recall))
                 if math.isnan(values["recall"]):  # nothing was evicted, or nothing is selected
                     del values["recall"]
@@ -577,12 +592,14 @@ def retrofit(settings):
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 report(run, f"step {step + 1}", **{settings.policy: measure()})
             if (step + 1) % settings.save_every == 0:
+                finite(norm, step)
                 run.save(model, optimizer, step + 1, spec)
     except KeyboardInterrupt:
-        return interrupted(run, model, optimizer, step, spec)
+        return interrupted(run, model, optimizer, done, spec)
     run.log["seconds"] = time.time() - run.started
-    run.log["after"] = report(run, "after", **{settings.policy: measure()})
     run.save(model, optimizer, settings.steps, spec)
+    run.log["after"] = report(run, "after", **{settings.policy: measure()})
+    run.write_json("log.json", run.log)
     if "before" in run.log:
         print_before_after(run.log["before"], run.log["after"], settings.policy)
     print(f"wrote {run.folder}; try: python decode.py --model {run.folder}")
@@ -632,6 +649,8 @@ def main(argv=None):
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

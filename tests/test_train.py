@@ -619,8 +619,8 @@ def test_a_loss_that_is_no_number_stops_the_run(base, tmp_path, capsys, kind):
     assert run(*job(kind, base, out), "--steps", 1) == 0
     good = {p.name: p.read_bytes() for p in out.iterdir()}
     capsys.readouterr()
-    code = run(*job(kind, base, out), "--steps", 5, "--learning-rate", "nan", "--base-learning-rate", "nan")
-    refused(capsys, code, "NaN" if kind != "pretrain" else "the loss is nan at step 2")
+    code = run(*job(kind, base, out), "--steps", 5, "--learning-rate", "1e30", "--base-learning-rate", "1e30")
+    refused(capsys, code, "NaN" if kind == "scorer" else "the loss is nan at step")
     assert {p.name: p.read_bytes() for p in out.iterdir()} == good  # what was there before is still there
 
 
@@ -690,10 +690,7 @@ def test_a_resumed_run_ends_where_a_straight_one_does(base, straight, monkeypatc
     assert same_end(out, straight[kind])
 
 
-AFTER_THE_STEP = pytest.mark.xfail(strict=True, reason="`interrupted` saves the number of a step whose update is in")
 
-
-@AFTER_THE_STEP
 @pytest.mark.parametrize("kind", JOBS)
 @pytest.mark.parametrize("where", ["loading the next rows", "printing progress"])
 def test_ctrl_c_between_two_steps_repeats_none(base, straight, monkeypatch, kind, where):
@@ -716,7 +713,6 @@ def test_ctrl_c_between_two_steps_repeats_none(base, straight, monkeypatch, kind
     assert same(numbers[0]["parameters"], numbers[1]["parameters"])
 
 
-@pytest.mark.xfail(strict=True, reason="the last evaluation comes before the last save")
 @pytest.mark.parametrize("kind", JOBS)
 def test_ctrl_c_in_the_last_evaluation_keeps_the_training(base, tmp_path, monkeypatch, kind):
     real = train.evaluate
@@ -727,7 +723,7 @@ def test_ctrl_c_in_the_last_evaluation_keeps_the_training(base, tmp_path, monkey
         return real(*args, **kwargs)
     real_step = train.optimizer_step
     monkeypatch.setattr(train, "evaluate", evaluate)
-    monkeypatch.setattr(train, "optimizer_step", lambda *args: ((tmp_path / "trained").touch(), real_step(*args)))
+    monkeypatch.setattr(train, "optimizer_step", lambda *args: ((tmp_path / "trained").touch(), real_step(*args))[1])
     try:
         code = run(*job(kind, base, tmp_path / "out"), "--steps", 1)
     except KeyboardInterrupt:
@@ -735,7 +731,6 @@ def test_ctrl_c_in_the_last_evaluation_keeps_the_training(base, tmp_path, monkey
     assert code == 130 and state_of(tmp_path / "out")["step"] == 1
 
 
-@pytest.mark.xfail(strict=True, reason="the loss is looked at when it is logged, not before a save")
 def test_no_checkpoint_of_a_diverged_model(base, tmp_path, capsys):
     out = tmp_path / "out"
     refused(capsys, run(*job("pretrain", base, out), "--steps", 8, "--log-every", 4, "--save-every", 1,
