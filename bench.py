@@ -2,6 +2,8 @@
 
     python bench.py first-look      pass@1 on unseen generated problems: KVpop against dense, streaming, random, knorm
                                     and the oracle, at every budget that a retrofitted checkpoint is given for
+    python bench.py oracle          what future attention itself, as the score, keeps right on the base: is the task one
+                                    that a budget can hold, and which target is the better teacher
 
 Each JSON holds name, command, commit, date, device, torch and rows; the tables of the README are made from these files.
 Losing rows stay in. What a row means stands beside the function that makes it.
@@ -147,6 +149,36 @@ def first_look(args):
     print(f"wrote {RESULTS / 'first-look.json'}")
 
 
+def oracle(args):
+    """Teacher-forced on the first `--problems` validation problems, half of each family, on the base: the attention
+    that each token really receives later decides what is kept. An upper bound for any scorer that learns this target.
+
+    Row: policy (dense or oracle), power (of the mean over future queries in the target; 1 is the paper's mean mass),
+    budget (n_sink + window + n_select + the state that a KVpop scorer would cost), family, problems, traces_right,
+    token_accuracy, wrong_per_trace (trace bytes that come out wrong), extra_per_trace (wrong_per_trace less dense's).
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = load_model(args.base, device).eval()
+    config, per_family, rows = base.config, args.problems // len(FAMILIES), []
+    jobs = [("dense", None, None)] + [("oracle", power, budget) for budget in args.budgets for power in args.powers]
+    for policy, power, budget in jobs:
+        spec = scorers = None
+        if policy == "oracle":
+            spec = CacheSpec(4, 64, budget, state_entries("kvpop", config.head_dim))
+            scorers = torch.nn.ModuleList(
+                make_scorer("oracle", n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window, layer=i,
+                            power=power) for i in range(config.n_layer))
+        for family in FAMILIES:
+            result = evaluate(base, device, per_family, spec, scorers, families=(family,))
+            wrong = result["wrong"] / per_family
+            dense = wrong if policy == "dense" else next(r["wrong_per_trace"] for r in rows if r["family"] == family)
+            rows.append(dict(policy=policy, power=power, budget=budget, family=family, problems=per_family,
+                             traces_right=result["traces_right"], token_accuracy=result["token_accuracy"],
+                             wrong_per_trace=wrong, extra_per_trace=wrong - dense))
+    print_table(rows, list(rows[0]))
+    print(f"wrote {write_results('oracle', rows, device, base=args.base)}")
+
+
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
@@ -164,6 +196,14 @@ def parse_args(argv):
     sub.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True,
                      help="on a GPU, replay decode steps as a CUDA graph (default: %(default)s)")
     sub.set_defaults(run=first_look)
+    sub = names.add_parser("oracle", help="future attention itself as the score", description=oracle.__doc__,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub.add_argument("--base", default="assets/base", help="base checkpoint (default: %(default)s)")
+    sub.add_argument("--problems", type=int, default=16,
+                     help="validation problems, half of each family (default: %(default)s)")
+    sub.add_argument("--budgets", nargs="*", type=int, default=[256, 512], help="(default: 256 512)")
+    sub.add_argument("--powers", nargs="*", type=float, default=[1.0, 2.0], help="(default: 1 2)")
+    sub.set_defaults(run=oracle)
     return parser.parse_args(argv)
 
 

@@ -253,10 +253,15 @@ class KNorm(Scorer):
 
 class Oracle(Scorer):
     """Scores handed in from outside through `scorer.scores = (B, H_kv, T)`, usually the future-attention targets:
-    the upper bound of what any scorer can do. Knows the future, so it has no one-step form."""
+    the upper bound of what any scorer can do. Knows the future, so it has no one-step form. `power` says which target
+    the caller is to hand in (targets.future_attention); None = its default."""
 
     name = "oracle"
     scores = None
+
+    def __init__(self, *args, power=None, **options):
+        super().__init__(*args, **options)
+        self.power = power
 
     def score_all(self, k, v, real):
         if self.scores is None or self.scores.shape != k.shape[:3]:

@@ -70,7 +70,8 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0):
 def future_attention(q, k, lse, window, lengths=None, evict_at=None, reduce="max", power=POWER, eps=EPS):
     """Score targets r*_t = reduce over the group of log(eps + m_t), m_t the future attention of token t (eqs. 5-7).
 
-        m_t = ((1 / N_t) sum_{d = t + window}^{length - 1} p(d -> t)^power)^(1 / power),   N_t = max(1, length - t - window)
+        m_t = ((1 / N_t) sum_{d = t + window}^{length - 1} p(d -> t)^power)^(1 / power)
+        N_t = max(1, length - t - window)
 
     power 1 is the paper's mean mass. There a token that one later query reads with all its attention counts as much as
     one that every query grazes with 1 / N_t; the power mean tells them apart at the same cost (see POWER).

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import zlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -58,7 +58,6 @@ class Settings:
     budget: int = option(256, "entries a KV head may hold, everything included; traces have about 2,150 tokens")
     n_sink: int = option(4, "first tokens, never evicted: models park attention there")
     window: int = option(64, "recent tokens, the query included, never evicted")
-    # the run
     steps: int = option(None, "optimiser steps")
     batch_size: int = option(None, "rows a step")
     learning_rate: float = option(None, "peak, of new parameters (scorer) or of the base in pretraining")
@@ -69,7 +68,6 @@ class Settings:
     final_lr_ratio: float = option(0.08, "cosine ends at this share of the peak")
     weight_decay: float = option(None, "AdamW; the paper has 1e-4")
     clip: float = option(1.0, "gradient norm")
-    # losses
     n_samples: int = option(128, "boundaries a sequence and head at which the scorer is taught")
     tau: float = option(1.0, "temperature of the boundary loss")
     bounded: bool = option(True, "future mass of an evicted token as if it were put back (targets.py)")
@@ -83,7 +81,6 @@ class Settings:
     n_kv_head: int = option(4, "KV heads: groups of two, as real models have groups")
     head_dim: int = option(32, "head size")
     intermediate_size: int = option(512, "SwiGLU width")
-    # watching
     log_every: int = option(10, "steps between progress lines")
     eval_every: int = option(0, "steps between evaluations; 0 = before and after only")
     eval_problems: int = option(4, "validation problems a family in an evaluation")
@@ -228,7 +225,7 @@ def policy_attend(scorers, spec, lengths, on_layer=None):
         scorer = scorers[layer]
         if getattr(scorer, "name", "") == "oracle":
             _, dense_lse = attention(q, k, v, keep_everything(*k.shape[:3], k.device))
-            scorer.scores = future_attention(q, k, dense_lse, spec.window, lengths)
+            scorer.scores = future_attention(q, k, dense_lse, spec.window, lengths, power=scorer.power or POWER)
         scores = scorer(k, v, lengths)
         evict_at = plan(effective_priority(scores, scorer.log_gamma()), spec)
         out, lse = attention(q, k, v, evict_at)
@@ -314,8 +311,8 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
     """Teacher-forced on n problems a family: share of trace tokens and of whole traces right; for a learned scorer also
     the retention loss and recall. A whole trace is right exactly when greedy decoding under the policy writes it.
 
-    -> dict: token_accuracy, n_problems, traces_right (mean over families), by_family, right (family -> list of bool by
-    problem), loss and recall (None unless learned).
+    -> dict: token_accuracy, wrong (trace tokens), n_problems, traces_right (mean over families), by_family, right
+    (family -> list of bool by problem), loss and recall (None unless learned).
     """
     batch_size = 16 if device == "cuda" else 1  # 16: the shape that training compiled
     learned = scorers is not None and scorers[0].window is not None
@@ -341,7 +338,8 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
             right[problem.family][problem.index] = ok
     finite = [r for r in recalls if r == r]
     by_family = {f: sum(v.values()) / len(v) for f, v in right.items()}
-    return {"token_accuracy": correct / total, "n_problems": sum(len(v) for v in right.values()),
+    return {"token_accuracy": correct / total, "wrong": total - correct,
+            "n_problems": sum(len(v) for v in right.values()),
             "traces_right": sum(by_family.values()) / len(by_family), "by_family": by_family,
             "right": {f: [v[i] for i in sorted(v)] for f, v in right.items()},
             "loss": sum(losses) / len(losses) if losses else None,
@@ -358,9 +356,8 @@ class Run:
         self.settings, self.folder, self.started = settings, Path(settings.out), time.time()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            probe = self.folder / ".write_test"
-            probe.touch()
-            probe.unlink()
+            (self.folder / ".write_test").touch()
+            (self.folder / ".write_test").unlink()
         except OSError as error:
             raise ValueError(f"cannot write to --out {self.folder}: {error.strerror or error}") from None
         self.log = {"command": " ".join(["python", *sys.argv]), "settings": asdict(settings),
@@ -457,9 +454,7 @@ def make_optimizer(model, settings):
         # sharp spreads over every old token, which no eviction policy survives
         for decay, part in ((settings.weight_decay, [p for p in parameters if p.dim() >= 2]),
                             (0.0, [p for p in parameters if p.dim() < 2])):
-            groups.append({"params": part, "peak": peak, "scheduled": scheduled, "weight_decay": decay})
-    for group in groups:
-        group["lr"] = group["peak"]
+            groups.append({"params": part, "lr": peak, "peak": peak, "scheduled": scheduled, "weight_decay": decay})
     for p in base:
         p.requires_grad_(settings.train_base)
     return torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), fused=settings.device == "cuda")
@@ -477,7 +472,6 @@ def optimizer_step(model, optimizer, step, settings):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two jobs
 
 def pretrain(settings):
     run = Run(settings)
@@ -507,14 +501,14 @@ def pretrain(settings):
                 run.progress(step, first_step, tokens, loss=finite(loss, step),
                              lr=settings.learning_rate * lr_factor(step, settings))
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
-                report(run, f"step {step + 1}", dense=evaluate(model, settings.device, settings.eval_problems))
+                report(f"step {step + 1}", dense=evaluate(model, settings.device, settings.eval_problems))
             if (step + 1) % settings.save_every == 0:
                 finite(norm, step)
                 run.save(model, optimizer, step + 1)
     except KeyboardInterrupt:
         return interrupted(run, model, optimizer, done)
     run.save(model, optimizer, settings.steps)
-    run.log["evaluation"] = report(run, "after", dense=evaluate(model, settings.device, settings.eval_problems))
+    run.log["evaluation"] = report("after", dense=evaluate(model, settings.device, settings.eval_problems))
     run.log["seconds"] = time.time() - run.started
     run.write_json("log.json", run.log)
     print(f"wrote {run.folder}")
@@ -530,9 +524,9 @@ def retrofit(settings):
     if config.vocab_size <= EOT:
         raise ValueError(f"{settings.model} has {config.vocab_size} tokens, but the traces use byte ids up to {EOT}: "
                          "point --model at a base made by --stage pretrain")
+    shape = dict(n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window, seed=settings.seed)
     make = lambda policy: torch.nn.ModuleList(  # noqa: E731
-        scorers_module.make_scorer(policy, n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window,
-                                   layer=i, seed=settings.seed) for i in range(config.n_layer)).to(settings.device)
+        scorers_module.make_scorer(policy, layer=i, **shape) for i in range(config.n_layer)).to(settings.device)
     teacher = copy.deepcopy(model).requires_grad_(False) if settings.train_base else None
     model.scorers = make(settings.policy)
     optimizer = make_optimizer(model, settings)
@@ -541,13 +535,13 @@ def retrofit(settings):
           f"{sum(p.numel() for p in model.scorers.parameters()):,} scorer parameters on {settings.device}; "
           f"{spec.n_sink} sinks + {spec.window} window + {spec.n_select} selected + {spec.state_entries} state "
           f"= {spec.budget} entries a head")
-    streaming = CacheSpec(spec.n_sink, spec.window, spec.budget)
     measure = lambda: evaluate(model, settings.device, settings.eval_problems, spec, model.scorers,  # noqa: E731
                                bounded=settings.bounded, tau=settings.tau, power=settings.target_power)
     if first_step == 0:
-        run.log["before"] = report(run, "before", dense=evaluate(model, settings.device, settings.eval_problems),
-                                   streaming=evaluate(model, settings.device, settings.eval_problems, streaming,
-                                                      make("streaming")), **{settings.policy: measure()})
+        dense = evaluate(model, settings.device, settings.eval_problems)
+        streaming = evaluate(model, settings.device, settings.eval_problems, replace(spec, state_entries=0),
+                             make("streaming"))
+        run.log["before"] = report("before", dense=dense, streaming=streaming, **{settings.policy: measure()})
     run.started = time.time()
     rows = Problems("train", settings.seed)
     pad_to = MAX_LENGTH if settings.device == "cuda" else None  # one shape, one compilation
@@ -590,7 +584,7 @@ def retrofit(settings):
                     values["kl"] = finite(kl, step)
                 run.progress(step, first_step, tokens, **values)
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
-                report(run, f"step {step + 1}", **{settings.policy: measure()})
+                report(f"step {step + 1}", **{settings.policy: measure()})
             if (step + 1) % settings.save_every == 0:
                 finite(norm, step)
                 run.save(model, optimizer, step + 1, spec)
@@ -598,7 +592,7 @@ def retrofit(settings):
         return interrupted(run, model, optimizer, done, spec)
     run.log["seconds"] = time.time() - run.started
     run.save(model, optimizer, settings.steps, spec)
-    run.log["after"] = report(run, "after", **{settings.policy: measure()})
+    run.log["after"] = report("after", **{settings.policy: measure()})
     run.write_json("log.json", run.log)
     if "before" in run.log:
         print_before_after(run.log["before"], run.log["after"], settings.policy)
@@ -608,19 +602,18 @@ def retrofit(settings):
 def finite(loss, step):
     value = loss.item()
     if not math.isfinite(value):
-        raise ValueError(f"the loss is {value} at step {step + 1}: the last checkpoint in --out is kept; "
-                         "lower the learning rate")
+        raise ValueError(f"the loss is {value} at step {step + 1}: --out keeps the last checkpoint; lower the rate")
     return value
 
 
 def interrupted(run, model, optimizer, step, spec=None):
-    run.save(model, optimizer, step, spec)  # `step` may be half done; its gradient is not kept, so it runs again
+    run.save(model, optimizer, step, spec)  # after `step` whole steps; one that was under way runs again
     print(f"\ninterrupted in step {step + 1}: {run.folder} holds the state after {step} steps; continue with --resume",
           file=sys.stderr)
     return 130
 
 
-def report(run, when, **results):
+def report(when, **results):
     """Print and return one line a policy, without the per-problem lists."""
     for policy, r in results.items():
         extra = "" if r["recall"] is None else f"  retention loss {r['loss']:.3f}  recall {r['recall']:.3f}"
@@ -637,9 +630,9 @@ def print_before_after(before, after, policy):
     for name, key, digits in rows:
         if before[policy][key] is not None:  # no recall where nothing is evicted or selected
             print(f"{name:32s}{before[policy][key]:10.{digits}f}{after[policy][key]:10.{digits}f}")
-    print(f"(dense: {before['dense']['token_accuracy']:.4f} of tokens, {before['dense']['traces_right']:.3f} of "
-          f"traces; streaming: {before['streaming']['token_accuracy']:.4f}, "
-          f"{before['streaming']['traces_right']:.3f})\n")
+    others = [f"{p}: {before[p]['token_accuracy']:.4f} of tokens, {before[p]['traces_right']:.3f} of traces"
+              for p in ("dense", "streaming")]
+    print(f"({'; '.join(others)})\n")
 
 
 def main(argv=None):

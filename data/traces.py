@@ -4,7 +4,7 @@ Two families share one way of doing sums: digit by digit, units first, then chec
   arith   definitions over one-letter variables; the trace copies each definition, recalls its operands by name from
           anywhere before, works, states the value, and checks it by the inverse operations:
               A| U=754 .,_ M=213 n=U+M ~. x=n-M ... x?
-              U:754;M:213;n=U+M U:754 M:213 4+3+0=70 5+1+0=60 7+2+0=90 n:967 967-213 7-3-0=40 ... 754n ... 967n;...x?#754
+              U:754;M:213;n=U+M U:754 M:213 4+3+0=70 5+1+0=60 7+2+0=90 n:967 967-213 7-3-0=40 ... 967n;...x?#754
   walk    a graph whose nodes name two successors and a weight; the walk adds the weight to a running total, goes left
           when the total is even and right when it is odd, and stops at the goal:
               W| k>zc57 ._ c>kb8 ... k-g?
