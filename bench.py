@@ -160,6 +160,8 @@ def oracle(args):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = load_model(args.base, device).eval()
     config, per_family, rows = base.config, args.problems // len(FAMILIES), []
+    if per_family < 1 or not all(power > 0 for power in args.powers):
+        raise ValueError(f"oracle wants --problems of at least {len(FAMILIES)} and --powers above 0")
     jobs = [("dense", None, None)] + [("oracle", power, budget) for budget in args.budgets for power in args.powers]
     for policy, power, budget in jobs:
         spec = scorers = None

@@ -510,10 +510,12 @@ def resolve_device(args):
     return torch.device(name), getattr(torch, dtype)
 
 
-def known_record(folder, policy, budget):
+def known_record(folder, policy, spec, args):
     """"; this checkpoint: P of M right", or "" where assets/results/first-look.json has no row for it: rows with model
     (folder name), policy, budget (None for dense), family "both", right, problems."""
-    path, wanted = SHIPPED / "results" / "first-look.json", (Path(folder).resolve().name, policy, budget, "both")
+    path, wanted = SHIPPED / "results" / "first-look.json", (Path(folder).name, policy, spec and spec.budget, "both")
+    if Path(folder).resolve().parent != SHIPPED or args.temperature or (args.n_sink, args.window) != (None, None):
+        return ""  # the record is of shipped checkpoints, greedy, with their own sinks and window
     for row in json.loads(path.read_text()).get("rows", []) if path.is_file() else []:
         if wanted == tuple(row.get(key) for key in ("model", "policy", "budget", "family")):
             return f"; this checkpoint: {row['right']} of {row['problems']} right"
@@ -582,7 +584,7 @@ def run(args):
     check_request([prompt], args.max_new_tokens, limit, args.temperature, args.top_p, args.top_k)
     if args.picture:
         parent = os.path.join(os.path.dirname(args.picture) or ".", "")  # the slash: a file will not do
-        if not args.picture.endswith(".png") or not os.access(parent, os.W_OK):
+        if not args.picture.endswith(".png") or os.path.isdir(args.picture) or not os.access(parent, os.W_OK):
             raise ValueError(f"--picture {args.picture!r} cannot be written: give a .png file in a folder that exists")
     scorers = None
     if has_scorers:
@@ -605,7 +607,7 @@ def run(args):
     say("\n".join(summary(result, policy, config, len(prompt))))
     if problem is not None:
         verdict = check(problem, decode(t for t in result.tokens[0] if t <= EOT))
-        record = known_record(folder, policy, spec and spec.budget)
+        record = known_record(folder, policy, spec, args)
         say(f"answer: {'right' if verdict.answer_right else 'wrong'}, trace: {verdict.message}{record}")
     if args.picture and result.seen[0]:
         ids, slots = (prompt + result.tokens[0])[:result.seen[0]], result.cache.spec.n_slots

@@ -413,5 +413,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Draw sink, window and top-k masks, their union, the lifetimes.")
     parser.add_argument("--out", default="assets/masks.png", help="picture to write (default: %(default)s)")
     path = parser.parse_args().out
-    draw(path)
+    try:
+        draw(path)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"error: cannot write {path}: {error}\n")
     print(f"wrote {path}")

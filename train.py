@@ -53,7 +53,6 @@ class Settings:
     resume: bool = option(False, "continue from the training state in --out")
     device: str = option("auto", "auto, cpu or cuda", choices=["auto", "cpu", "cuda"])
     seed: int = option(0, "weights, data order and sampled boundaries all follow from it")
-    # the cache
     policy: str = option("kvpop", "which scorer learns", choices=["kvpop", "kvpop-mlp"])
     budget: int = option(256, "entries a KV head may hold, everything included; traces have about 2,150 tokens")
     n_sink: int = option(4, "first tokens, never evicted: models park attention there")
@@ -74,8 +73,7 @@ class Settings:
     target_power: float = option(POWER, "power mean over future queries in the target; 1 is the paper's mean mass")
     top_k: int = option(256, "teacher logits that the KL sees, renormalised")
     prompt_weight: float = option(0.1, "loss weight of prompt tokens in pretraining: they are mostly random")
-    # the base model of --stage pretrain
-    n_layer: int = option(6, "layers")
+    n_layer: int = option(6, "layers of the base model that --stage pretrain makes, as the next five")
     n_embd: int = option(256, "width")
     n_head: int = option(8, "query heads")
     n_kv_head: int = option(4, "KV heads: groups of two, as real models have groups")
@@ -86,7 +84,7 @@ class Settings:
     eval_problems: int = option(4, "validation problems a family in an evaluation")
     save_every: int = option(500, "steps between checkpoints")
     compile: bool = option(True, "on a GPU: torch.compile the pretraining forward and the thresholds of the retrofit")
-    workers: int = option(None, "processes that generate data; default 0 on CPU, up to 12 on a GPU machine")
+    workers: int = option(None, "processes that generate data; none or negative: 0 on CPU, up to 12 on a GPU machine")
 
 
 PRESETS = {  # what differs between the jobs; a command-line option always wins
@@ -123,9 +121,11 @@ def parse_settings(argv=None):
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
         if not 0 < getattr(settings, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(settings, name)}")
+    if settings.stage == "pretrain" and (Path(settings.out) / "scorer.json").is_file():
+        raise ValueError(f"--out {settings.out} holds a retrofit, whose scorer does not fit a new base: choose another")
     if settings.stage == "retrofit" and Path(settings.out).resolve() == Path(settings.model).resolve():
         raise ValueError(f"--out {settings.out} is --model itself: a retrofit would overwrite its base, choose another")
-    if settings.workers is None:
+    if settings.workers is None or settings.workers < 0:
         settings.workers = 0 if settings.device == "cpu" else min(12, (os.cpu_count() or 2) - 1)
     return settings
 
@@ -328,8 +328,7 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
                                             valid).item())
         attend = causal_attend if scorers is None else policy_attend(scorers, spec, lengths, watch if learned else None)
         with autocast(device):
-            hidden = model(idx, attend)
-            guess = torch.cat([model.unembed(h).argmax(-1) for h in hidden.split(1)])
+            guess = torch.cat([model.unembed(h).argmax(-1) for h in model(idx, attend).split(1)])
         mask = response_mask(idx.shape[1], lengths, starts)[:, :-1]
         hit = (guess[:, :-1] == idx[:, 1:]) | ~mask
         correct += (hit & mask).sum().item()
@@ -379,10 +378,10 @@ class Run:
         if self.settings.stage == "pretrain" or self.settings.train_base:
             save_model(model, self.folder)
         if spec is not None:
-            base = "." if self.settings.train_base else os.path.relpath(self.settings.model, self.folder)
+            base = os.path.relpath(Path(self.settings.model).resolve(), self.folder.resolve())
             scorers_module.save_scorers(model.scorers, self.folder, {
-                "n_sink": spec.n_sink, "window": spec.window, "budget": spec.budget, "weights": base,
-                "base": os.path.relpath(self.settings.model, self.folder)})
+                "n_sink": spec.n_sink, "window": spec.window, "budget": spec.budget, "base": base,
+                "weights": "." if self.settings.train_base else base})
         self.write_json("log.json", self.log)
 
     def resume(self, model, optimizer):
@@ -642,7 +641,8 @@ def main(argv=None):
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # outside the loop, which saves
+        print("\ninterrupted in an evaluation: what --out held before it is kept", file=sys.stderr)
         return 130
 
 

@@ -237,6 +237,8 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, help="variables or steps (default: drawn as the split says)")
     parser.add_argument("--lengths", type=int, metavar="N", help="print the lengths of N problems instead")
     args = parser.parse_args()
+    if args.size is not None and not 3 <= args.size <= 48 or args.lengths is not None and args.lengths < 1:
+        parser.error("--size wants 3 to 48, --lengths at least 1")
     if args.lengths:
         lengths = sorted(len(p.prompt) + len(p.trace) for p in
                          (make_problem(args.family, i, args.split, args.size) for i in range(args.lengths)))
