@@ -23,10 +23,11 @@ from data.traces import FAMILIES, MAX_LENGTH, check, make_problem
 from decode import generate, weights_folder
 from flex_masks import CacheSpec
 from model import load_model
-from scorer import load_scorers, make_scorer, state_entries
-from train import evaluate, provenance
+from scorer import load_scorers, make_scorers, state_entries
+from train import Settings, evaluate, provenance
 
 RESULTS = Path("assets/results")
+GEOMETRY = {"n_sink": Settings.n_sink, "window": Settings.window}  # where no retrofit says otherwise
 
 
 def write_results(name, rows, device, **extra):
@@ -94,7 +95,7 @@ def first_look(args):
     for budget in sorted(args.budgets or {settings["budget"] for settings in retrofits.values()}):
         jobs += [(policy, args.base, budget) for policy in args.policies]
     jobs += [(settings["policy"], folder, settings["budget"]) for folder, settings in retrofits.items()]
-    plain = next(iter(retrofits.values()), {"n_sink": 4, "window": 64})  # the training-free policies share one geometry
+    plain = next(iter(retrofits.values()), GEOMETRY)  # the training-free policies share one geometry
     rows, dense_right = earlier_rows("first-look", base=args.base, problems=len(problems)), None
     for policy, folder, budget in jobs:
         start, model_name = time.time(), Path(folder).resolve().name
@@ -107,9 +108,9 @@ def first_look(args):
         if budget is not None:
             settings = retrofits.get(folder, plain)
             spec = CacheSpec(settings["n_sink"], settings["window"], budget, state_entries(policy, config.head_dim))
-            shape = dict(n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window)
             if folder == args.base:
-                scorers = torch.nn.ModuleList(make_scorer(policy, layer=i, **shape) for i in range(config.n_layer))
+                scorers = make_scorers(policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head,
+                                       head_dim=config.head_dim, window=spec.window)
             else:
                 scorers = load_scorers(folder)[0]
                 lies = weights_folder(folder, settings)
@@ -166,10 +167,9 @@ def oracle(args):
     for policy, power, budget in jobs:
         spec = scorers = None
         if policy == "oracle":
-            spec = CacheSpec(4, 64, budget, state_entries("kvpop", config.head_dim))
-            scorers = torch.nn.ModuleList(
-                make_scorer("oracle", n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window, layer=i,
-                            power=power) for i in range(config.n_layer))
+            spec = CacheSpec(**GEOMETRY, budget=budget, state_entries=state_entries("kvpop", config.head_dim))
+            scorers = make_scorers("oracle", n_layer=config.n_layer, n_kv_head=config.n_kv_head,
+                                   head_dim=config.head_dim, window=spec.window, power=power)
         for family in FAMILIES:
             result = evaluate(base, device, per_family, spec, scorers, families=(family,))
             wrong = result["wrong"] / per_family

@@ -28,7 +28,7 @@ from data.tokenizer import EOT, decode, encode_checked
 from data.traces import FAMILIES, check, make_problem
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
 from model import ModelConfig, Transformer, load_model, read_json
-from scorer import check_window, load_scorers, make_scorer, state_entries
+from scorer import check_window, load_scorers, make_scorers, state_entries
 
 DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder without a scorer.json
 SHIPPED = Path(__file__).resolve().parent / "assets"
@@ -590,8 +590,8 @@ def run(args):
     if has_scorers:
         scorers = load_scorers(folder)[0]
     elif policy != "dense":
-        shape = dict(n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window, seed=args.seed)
-        scorers = torch.nn.ModuleList(make_scorer(policy, layer=i, **shape) for i in range(config.n_layer))
+        scorers = make_scorers(policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim,
+                               window=spec.window, seed=args.seed)
     if scorers is not None:
         check_scorers(scorers, config, spec)
         scorers.to(device)

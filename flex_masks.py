@@ -352,6 +352,18 @@ def pad_to_tile(x, value, dim):
     return torch.nn.functional.pad(x, pad, value=value)
 
 
+def fused_attention(q, k, v, block_mask, **options):
+    """The compiled kernel on padded tensors: any lengths, head_dim below 16 too. block_mask is of the padded lengths
+    and must hide the pad keys. -> out (B, H, T_q, D_v), lse (B, H, T_q) fp32. options: flex_attention's."""
+    T, D, D_v = q.shape[2], q.shape[3], v.shape[3]
+    q, k, v = (pad_to_tile(x, 0.0, 2) for x in (q, k, v))
+    # 16 is the smallest head that the kernel takes; zeros change neither scores nor the rest of the output
+    q, k, v = (torch.nn.functional.pad(x, (0, max(0, 16 - x.shape[3]))) for x in (q, k, v))
+    out, aux = compiled_flex_attention(q, k, v, block_mask=block_mask, scale=D**-0.5, return_aux=AuxRequest(lse=True),
+                                       **options)
+    return out[:, :, :T, :D_v], aux.lse[:, :, :T]
+
+
 def attention(q, k, v, evict_at, block_mask=None):
     """Attention in which key t is visible to queries t <= q < evict_at[t].
 
@@ -359,19 +371,14 @@ def attention(q, k, v, evict_at, block_mask=None):
     -> out (B, H, T, D), lse (B, H, T) fp32, natural log. Any T >= 1.
     block_mask: `evict_at_block_mask(evict_at, H)` when T is a multiple of TILE and several layers share it.
     """
-    H, T, D = q.shape[1:]
+    H = q.shape[1]
     if not q.is_cuda:  # FlexAttention has no backward on CPUs, and no lse from compiled inference
         mask_mod = generate_evict_at_mask_mod(evict_at, H // evict_at.shape[1])
         return dense_reference(q, k, v, mask_mod, causal=True)
     if block_mask is None:
         # A pad key has birth >= T, so real queries never see it; it never dies, so that no pad query has an empty row.
         block_mask = evict_at_block_mask(pad_to_tile(evict_at, NEVER, -1).contiguous(), H)
-    q, k, v = (pad_to_tile(x, 0.0, 2) for x in (q, k, v))
-    if D < 16:  # the smallest head that the kernel takes; zeros change neither scores nor the rest of the output
-        q, k, v = (torch.nn.functional.pad(x, (0, 16 - D)) for x in (q, k, v))
-    out, aux = compiled_flex_attention(q, k, v, block_mask=block_mask, scale=D**-0.5, enable_gqa=True,
-                                       return_aux=AuxRequest(lse=True))
-    return out[:, :, :T, :D], aux.lse[:, :, :T]
+    return fused_attention(q, k, v, block_mask, enable_gqa=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

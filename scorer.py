@@ -460,6 +460,11 @@ def make_scorer(policy, *, n_kv_head, head_dim, window, layer, seed=0, **options
     return scorer
 
 
+def make_scorers(policy, *, n_layer, **shape):
+    """One scorer per layer as an nn.ModuleList; shape and options as for `make_scorer`."""
+    return nn.ModuleList(make_scorer(policy, layer=i, **shape) for i in range(n_layer))
+
+
 def check_window(scorers, window):
     """ValueError when a learned scorer was trained with another window than the cache is to have."""
     for s in scorers:
@@ -513,7 +518,7 @@ def load_scorers(folder):
     try:
         settings = json.loads((folder / "scorer.json").read_text())
         args = {key: settings[key] for key in ("policy", "n_kv_head", "head_dim", "window")} | settings["options"]
-        scorers = nn.ModuleList(make_scorer(**args, layer=i) for i in range(settings["n_layer"]))
+        scorers = make_scorers(**args, n_layer=settings["n_layer"])
     except (json.JSONDecodeError, KeyError, TypeError) as err:
         raise ValueError(f"{folder / 'scorer.json'} is not a scorer description: {err!r}") from None
     want = {name: list(p.shape) for name, p in scorers.named_parameters()}

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import AuxRequest
 
 import flex_masks
-from flex_masks import TILE, CacheSpec, dense_reference, effective_priority, evict_at_from_cutoffs, running_topk
+from flex_masks import TILE, CacheSpec, dense_reference, effective_priority, running_topk
 
 # Power of the mean over future queries; 1 is the paper's. An oracle with 1 drops records that are read only once.
 POWER = 2.0
@@ -50,20 +49,18 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0):
     k = k[:, :, :rows].repeat_interleave(group_size, dim=1)  # (B, H, T - window, D)
     if not q.is_cuda:
         return dense_reference(k, q, q[..., :1], mask_mod, score_mod)[1]
-    k, q = flex_masks.pad_to_tile(k, 0.0, 2), flex_masks.pad_to_tile(q, 0.0, 2)
     lse = flex_masks.pad_to_tile(lse, 0.0, 2)  # captured by score_mod; d >= length is masked
     if evict_at is not None:
         evict_at = flex_masks.pad_to_tile(evict_at, flex_masks.NEVER, 2).contiguous()
-    tile_t = TILE * torch.arange(k.shape[2] // TILE, device=q.device).view(1, 1, -1, 1)
-    tile_d = TILE * torch.arange(q.shape[2] // TILE, device=q.device).view(1, 1, 1, -1)
+    n_t, n_d = -(-rows // TILE), -(-T // TILE)
+    tile_t = TILE * torch.arange(n_t, device=q.device).view(1, 1, -1, 1)
+    tile_d = TILE * torch.arange(n_d, device=q.device).view(1, 1, 1, -1)
     end = lengths.view(B, 1, 1, 1)
     visible = (tile_d + TILE - 1 >= tile_t + window) & (tile_d < end)
     full = (tile_d >= tile_t + TILE - 1 + window) & (tile_d + TILE <= end)
-    block_mask = flex_masks.block_mask_from_tiles(visible, full, H, mask_mod, k.shape[2], q.shape[2])
-    narrow = q.new_zeros(B, H, q.shape[2], 16)
-    _, aux = flex_masks.compiled_flex_attention(k, q, narrow, score_mod=score_mod, block_mask=block_mask,
-                                                return_aux=AuxRequest(lse=True))
-    return aux.lse[:, :, :rows]
+    block_mask = flex_masks.block_mask_from_tiles(visible, full, H, mask_mod, n_t * TILE, n_d * TILE)
+    narrow = q.new_zeros(B, H, T, 16)
+    return flex_masks.fused_attention(k, q, narrow, block_mask, score_mod=score_mod)[1]
 
 
 @torch.no_grad()

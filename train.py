@@ -523,9 +523,9 @@ def retrofit(settings):
     if config.vocab_size <= EOT:
         raise ValueError(f"{settings.model} has {config.vocab_size} tokens, but the traces use byte ids up to {EOT}: "
                          "point --model at a base made by --stage pretrain")
-    shape = dict(n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window, seed=settings.seed)
-    make = lambda policy: torch.nn.ModuleList(  # noqa: E731
-        scorers_module.make_scorer(policy, layer=i, **shape) for i in range(config.n_layer)).to(settings.device)
+    make = lambda policy: scorers_module.make_scorers(  # noqa: E731
+        policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window,
+        seed=settings.seed).to(settings.device)
     teacher = copy.deepcopy(model).requires_grad_(False) if settings.train_base else None
     model.scorers = make(settings.policy)
     optimizer = make_optimizer(model, settings)
