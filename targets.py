@@ -94,10 +94,11 @@ def future_attention(q, k, lse, window, lengths=None, evict_at=None, reduce="max
     return target
 
 
-def sample_queries(n_samples, B, H_kv, spec, lengths, generator=None):
+def sample_queries(n_samples, B, H_kv, spec, lengths, u=None):
     """Queries q in [n_slots, length) at which the cache must choose: half uniform, half late-biased (density rising
-    linearly). -> q (B, H_kv, n_samples) int64, valid (B, 1, 1) bool: rows no longer than the cache have none."""
-    u = torch.rand(B, H_kv, n_samples, device=lengths.device, generator=generator)
+    linearly). u: uniform noise (B, H_kv, n_samples), drawn here when None.
+    -> q (B, H_kv, n_samples) int64, valid (B, 1, 1) bool: rows no longer than the cache have none."""
+    u = torch.rand(B, H_kv, n_samples, device=lengths.device) if u is None else u
     late = torch.arange(n_samples, device=lengths.device) >= n_samples // 2
     u = torch.where(late, u.sqrt(), u)
     span = (lengths - spec.n_slots).view(B, 1, 1)
@@ -179,7 +180,7 @@ class Retention:
     reduce: str = "max"
     power: float = POWER             # of the mean over future queries; 1 is the paper's
     tau: float = 1.0
-    seed: int = 0                    # of the sampled queries; mixed with the layer
+    noise: torch.Tensor = None       # (n_layer, B, H_kv, n_samples) uniform, for the sampled queries; None: drawn anew
     want_recall: bool = False
     compiled: bool = False           # thresholds through torch.compile (flex_masks.parallel_cutoffs)
     loss: dict = field(default_factory=dict)
@@ -209,8 +210,8 @@ class RetentionLoss(torch.autograd.Function):
         target = future_attention(q, k, lse, r.spec.window, r.lengths, evict_at if r.bounded else None, r.reduce,
                                   r.power)
         r.passes += 1
-        generator = torch.Generator(q.device).manual_seed(r.seed * 1009 + layer)
-        at, valid = sample_queries(r.n_samples, B, H_kv, r.spec, r.lengths, generator)
+        u = None if r.noise is None else r.noise[layer]  # data, not a generator: a CUDA graph would replay its numbers
+        at, valid = sample_queries(r.n_samples, B, H_kv, r.spec, r.lengths, u)
         with torch.enable_grad():
             leaves = [scores.detach().requires_grad_()]
             if log_gamma is not None:

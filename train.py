@@ -4,8 +4,8 @@
     python train.py --train-base              the full retrofit: every weight, KL from the model's own dense copy
     python train.py --stage pretrain          make the base model itself
 
-What this file holds: Settings (every knob, its default and its reason), data batches, the three attends (packed
-documents, dense, sparse), the losses, evaluation, checkpoints, the two training loops.
+What this file holds: Settings (every knob, its default and its reason), the three attends (packed documents, dense,
+sparse), the losses, evaluation, checkpoints, GraphedStep (a whole training step as one CUDA graph), the two loops.
 How it departs from nanoGPT's train.py: the attention mask comes from the scorer under training, and the loss of the
 scorer is not a term of the forward: it runs in the backward of `targets.RetentionLoss`. Weights go out as safetensors
 that decode.py reads; a single train_state.pt beside them, tensors and numbers only, resumes the run.
@@ -21,7 +21,6 @@ import pickle
 import subprocess
 import sys
 import time
-import zlib
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -30,8 +29,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import scorer as scorers_module
+from data.batches import PackedRows, Problems, collate_problems, loader, response_mask
 from data.tokenizer import EOT
-from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, TEST_SIZES, make_problem
+from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, make_problem
 from flex_masks import CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything, plan
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
 from targets import (POWER, Retention, RetentionLoss, boundary_loss, future_attention, retention_recall, sample_queries,
@@ -54,6 +54,7 @@ class Settings:
     device: str = option("auto", "auto, cpu or cuda", choices=["auto", "cpu", "cuda"])
     seed: int = option(0, "weights, data order and sampled boundaries all follow from it")
     policy: str = option("kvpop", "which scorer learns", choices=["kvpop", "kvpop-mlp"])
+    families: str = option("both", "problems of the retrofit", choices=["both", *FAMILIES, "mark"])
     budget: int = option(256, "entries a KV head may hold, everything included; traces have about 2,150 tokens")
     n_sink: int = option(4, "first tokens, never evicted: models park attention there")
     window: int = option(64, "recent tokens, the query included, never evicted")
@@ -84,6 +85,7 @@ class Settings:
     eval_problems: int = option(4, "validation problems a family in an evaluation")
     save_every: int = option(500, "steps between checkpoints")
     compile: bool = option(True, "on a GPU: torch.compile the pretraining forward and the thresholds of the retrofit")
+    graph: bool = option(True, "on a GPU: replay each step as one CUDA graph; launching its kernels takes longer")
     workers: int = option(None, "processes that generate data; none or negative: 0 on CPU, up to 12 on a GPU machine")
 
 
@@ -128,84 +130,6 @@ def parse_settings(argv=None):
     if settings.workers is None or settings.workers < 0:
         settings.workers = 0 if settings.device == "cpu" else min(12, (os.cpu_count() or 2) - 1)
     return settings
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Data: everything follows from (seed, row number), so a resumed run sees what an uninterrupted one would have seen
-
-PRETRAIN_MIX = ("arith", "arith", "walk")  # arith is the harder of the two
-
-
-class PackedRows(torch.utils.data.Dataset):
-    """Row i of pretraining: problems of both families one after the other, cut at `length` tokens.
-
-    -> idx, targets (length,) int64, weight (length,) fp32, doc_end (length,) int32: the position after a token's
-    document. In the language of flex_masks that is evict_at, so packing needs no mask of its own.
-    """
-
-    def __init__(self, length, seed, prompt_weight):
-        self.length, self.seed, self.prompt_weight = length, seed, prompt_weight
-
-    def __len__(self):
-        return 2**31
-
-    def __getitem__(self, row):
-        ids, weight, doc_end, j = [], [], [], 0
-        while len(ids) <= self.length:
-            number = (self.seed * 10**9 + row) * 64 + j  # a row holds fewer than 64 problems
-            problem = make_problem(PRETRAIN_MIX[(row + j) % len(PRETRAIN_MIX)], number, "train")
-            tokens = [*(problem.prompt + problem.trace).encode(), EOT]
-            ids += tokens
-            # the weight of predicting the NEXT token: the last token of a document predicts nothing
-            weight += [self.prompt_weight] * (len(problem.prompt) - 1) + [1.0] * (len(problem.trace) + 1) + [0.0]
-            doc_end += [len(ids)] * len(tokens)
-            j += 1
-        n = self.length
-        return (torch.tensor(ids[:n]), torch.tensor(ids[1:n + 1]), torch.tensor(weight[:n]),
-                torch.tensor(doc_end[:n], dtype=torch.int32))
-
-
-class Problems(torch.utils.data.Dataset):
-    """Row i of the retrofit: one whole problem of full size; even rows arith, odd rows walk."""
-
-    def __init__(self, split, seed, families=FAMILIES):
-        self.split, self.seed, self.families = split, seed, families
-
-    def __len__(self):
-        return 2**31
-
-    def __getitem__(self, row):
-        family = self.families[row % len(self.families)]
-        low, high = TEST_SIZES[family]  # the train split has small ones too; a cache must learn to hold long problems
-        size = low + zlib.crc32(str(row).encode()) % (high - low + 1)
-        return make_problem(family, self.seed * 10**9 + row, self.split, size)
-
-
-def collate_problems(problems, pad_to=None):
-    """-> idx (B, T) int64 right-padded with EOT, lengths (B,), starts (B,): the first predicted position is the
-    last token of the prompt. T is the longest row, or the next multiple of pad_to, so that a GPU meets few shapes."""
-    rows = [[*(p.prompt + p.trace).encode(), EOT] for p in problems]
-    lengths = torch.tensor([len(r) for r in rows])
-    T = int(lengths.max())
-    if pad_to:
-        T = math.ceil(T / pad_to) * pad_to
-    idx = torch.full((len(rows), T), EOT)
-    for i, r in enumerate(rows):
-        idx[i, :len(r)] = torch.tensor(r)
-    return idx, lengths, torch.tensor([len(p.prompt) - 1 for p in problems])
-
-
-def loader(dataset, settings, first_step, collate=None):
-    rows = range(first_step * settings.batch_size, settings.steps * settings.batch_size)
-    return torch.utils.data.DataLoader(dataset, batch_size=settings.batch_size, sampler=rows, collate_fn=collate,
-                                       num_workers=settings.workers, pin_memory=settings.device == "cuda",
-                                       prefetch_factor=8 if settings.workers else None)
-
-
-def response_mask(T, lengths, starts):
-    """(B, T) bool: positions whose next token belongs to the trace or is its end."""
-    t = torch.arange(T, device=lengths.device)
-    return (t >= starts[:, None]) & (t < lengths[:, None] - 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,7 +188,7 @@ def chunked(fn, *tensors, vocab_size):
     """Sum of fn over chunks of rows, recomputed in the backward. A chunk's fp32 logits take at most 128 MiB."""
     total, chunk = 0.0, max(1, 2**25 // vocab_size)
     for parts in zip(*(t.split(chunk) for t in tensors)):
-        total = total + checkpoint(fn, *parts, use_reentrant=False)
+        total = total + checkpoint(fn, *parts, use_reentrant=False, preserve_rng_state=False)  # nothing random in it
     return total
 
 
@@ -278,13 +202,15 @@ def cross_entropy(model, hidden, targets, weight):
 
 def distillation_kl(model, hidden, teacher, teacher_hidden, mask, top_k):
     """Forward KL(teacher || student) over the teacher's top_k logits, renormalised there; mean over mask (B, T)."""
-    def part(h, h_teacher):
+    def part(h, h_teacher, counts):
         with torch.no_grad():
             logits, top = teacher.unembed(h_teacher).float().topk(top_k, dim=-1)
             log_p = logits.log_softmax(-1)
         log_q = model.unembed(h).float().gather(-1, top).log_softmax(-1)
-        return (log_p.exp() * (log_p - log_q)).sum()
-    return chunked(part, hidden[mask], teacher_hidden[mask], vocab_size=model.config.vocab_size) / mask.sum()
+        return ((log_p.exp() * (log_p - log_q)).sum(-1) * counts).sum()
+    # weighted and not gathered: a step whose shapes depend on data cannot be a CUDA graph
+    return chunked(part, hidden.flatten(0, 1), teacher_hidden.flatten(0, 1), mask.flatten().float(),
+                   vocab_size=model.config.vocab_size) / mask.sum()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -320,8 +246,8 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
     for idx, lengths, starts, problems in problem_batches(n, device, batch_size, split, families):
         def watch(layer, q, k, lse, scores, evict_at):
             target = future_attention(q, k, lse, spec.window, lengths, evict_at if bounded else None, power=power)
-            generator = torch.Generator(q.device).manual_seed(layer)
-            at, valid = sample_queries(64, *scores.shape[:2], spec, lengths, generator)
+            u = torch.rand(*scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
+            at, valid = sample_queries(64, *scores.shape[:2], spec, lengths, u)
             log_gamma = scorers[layer].log_gamma()
             losses.append(boundary_loss(scores, log_gamma, target, spec, at, valid, tau).item())
             recalls.append(retention_recall(evict_at, teacher_evict_at(target, log_gamma, spec), spec, at[..., :32],
@@ -453,21 +379,68 @@ def make_optimizer(model, settings):
         # sharp spreads over every old token, which no eviction policy survives
         for decay, part in ((settings.weight_decay, [p for p in parameters if p.dim() >= 2]),
                             (0.0, [p for p in parameters if p.dim() < 2])):
-            groups.append({"params": part, "lr": peak, "peak": peak, "scheduled": scheduled, "weight_decay": decay})
+            # a rate that a captured step is to read must be a tensor
+            lr = torch.tensor(peak, device=settings.device) if settings.device == "cuda" else peak
+            groups.append({"params": part, "lr": lr, "peak": peak, "scheduled": scheduled, "weight_decay": decay})
     for p in base:
         p.requires_grad_(settings.train_base)
-    return torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), fused=settings.device == "cuda")
+    cuda = settings.device == "cuda"
+    return torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), fused=cuda, capturable=cuda)
 
 
-def optimizer_step(model, optimizer, step, settings):
+def set_rates(optimizer, step, settings):
+    for group in optimizer.param_groups:
+        lr = group["peak"] * (lr_factor(step, settings) if group["scheduled"] else 1.0)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def optimizer_step(optimizer, settings):
+    """Clip, step, forget the gradients (a graph must allocate its own) -> the gradient norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
-    for group in optimizer.param_groups:
-        if group["scheduled"]:
-            group["lr"] = group["peak"] * lr_factor(step, settings)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+class GraphedStep:
+    """step(*tensors, **flags) -> dict of tensors, on a GPU as a CUDA graph after `warmup` ordinary calls.
+
+    A training step is about a thousand small kernels, and launching them one by one takes longer than running them. The
+    first calls are real steps; the next one is captured, and from then on inputs are copied into the captured
+    tensors and the graph is replayed. One graph for each set of flags. What it returns is overwritten by the next call.
+    A step that waits for the device, or whose shapes depend on data, raises at its capture.
+    """
+
+    def __init__(self, step, enabled, warmup=3):
+        self.step, self.enabled, self.warmup = step, enabled, warmup
+        self.calls, self.graphs = {}, {}
+        self.stream = torch.cuda.Stream() if enabled else None
+
+    def __call__(self, *inputs, **flags):
+        if not self.enabled:
+            return self.step(*inputs, **flags)
+        key = (*flags.items(), *(x.shape for x in inputs))
+        self.calls[key] = self.calls.get(key, 0) + 1
+        if self.calls[key] <= self.warmup:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                out = self.step(*inputs, **flags)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return out
+        if key not in self.graphs:
+            static, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                out = self.step(*static, **flags)
+            self.graphs[key] = graph, static, out
+        graph, static, out = self.graphs[key]
+        for mine, given in zip(static, inputs):
+            mine.copy_(given)
+        graph.replay()
+        return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -485,17 +458,22 @@ def pretrain(settings):
     forward = torch.compile(model, dynamic=False) if settings.compile and settings.device == "cuda" else model
     rows = PackedRows(MAX_LENGTH, settings.seed, settings.prompt_weight)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {settings.device}")
+
+    def train_step(idx, targets, weight, doc_end):
+        with autocast(settings.device):
+            hidden = forward(idx, packed_attend(doc_end, config.n_head))
+            loss = cross_entropy(model, hidden, targets, weight)
+        loss.backward()
+        return loss.detach(), optimizer_step(optimizer, settings)
+
+    run_step = GraphedStep(train_step, settings.graph and settings.device == "cuda")
     tokens, done = 0, first_step
     try:
         for step, batch in enumerate(loader(rows, settings, first_step), first_step):
-            idx, targets, weight, doc_end = (x.to(settings.device, non_blocking=True) for x in batch)
-            with autocast(settings.device):
-                hidden = forward(idx, packed_attend(doc_end, config.n_head))
-                loss = cross_entropy(model, hidden, targets, weight)
-            loss.backward()
-            norm = optimizer_step(model, optimizer, step, settings)
+            set_rates(optimizer, step, settings)
+            loss, norm = run_step(*(x.to(settings.device, non_blocking=True) for x in batch))
             done = step + 1
-            tokens += idx.numel()
+            tokens += batch[0].numel()
             if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
                 run.progress(step, first_step, tokens, loss=finite(loss, step),
                              lr=settings.learning_rate * lr_factor(step, settings))
@@ -534,49 +512,58 @@ def retrofit(settings):
           f"{sum(p.numel() for p in model.scorers.parameters()):,} scorer parameters on {settings.device}; "
           f"{spec.n_sink} sinks + {spec.window} window + {spec.n_select} selected + {spec.state_entries} state "
           f"= {spec.budget} entries a head")
+    families = FAMILIES if settings.families == "both" else (settings.families,)
     measure = lambda: evaluate(model, settings.device, settings.eval_problems, spec, model.scorers,  # noqa: E731
-                               bounded=settings.bounded, tau=settings.tau, power=settings.target_power)
+                               families=families, bounded=settings.bounded, tau=settings.tau,
+                               power=settings.target_power)
     if first_step == 0:
-        dense = evaluate(model, settings.device, settings.eval_problems)
+        dense = evaluate(model, settings.device, settings.eval_problems, families=families)
         streaming = evaluate(model, settings.device, settings.eval_problems, replace(spec, state_entries=0),
-                             make("streaming"))
+                             make("streaming"), families=families)
         run.log["before"] = report("before", dense=dense, streaming=streaming, **{settings.policy: measure()})
     run.started = time.time()
-    rows = Problems("train", settings.seed)
+    rows = Problems("train", settings.seed, families)
     pad_to = MAX_LENGTH if settings.device == "cuda" else None  # one shape, one compilation
     collate = functools.partial(collate_problems, pad_to=pad_to)
+
+    def train_step(idx, lengths, starts, noise, want_recall):
+        """-> per-layer retention loss and recall (empty unless wanted), KL (None with a frozen base), gradient norm"""
+        retention = Retention(spec, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples,
+                              tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
+                              want_recall=want_recall, noise=noise,
+                              compiled=settings.compile and settings.device == "cuda")
+        kl = None
+        if settings.train_base:
+            with autocast(settings.device):
+                with torch.no_grad():
+                    teacher_hidden = teacher(idx, causal_attend)
+                hidden = model(idx, training_attend(model, spec, retention))
+                response = response_mask(idx.shape[1], lengths, starts)
+                kl = distillation_kl(model, hidden, teacher, teacher_hidden, response,
+                                     min(settings.top_k, config.vocab_size))
+            kl.backward()
+        else:
+            anchors = []
+            with autocast(settings.device), torch.no_grad():
+                model(idx, training_attend(model, spec, retention, anchors))
+            sum(anchors).backward()
+        return (list(retention.loss.values()), list(retention.recall.values()), None if kl is None else kl.detach(),
+                optimizer_step(optimizer, settings))
+
+    run_step = GraphedStep(train_step, settings.graph and settings.device == "cuda")
     tokens, done = 0, first_step
     try:
-        for step, (idx, lengths, starts) in enumerate(loader(rows, settings, first_step, collate), first_step):
-            idx, lengths, starts = (x.to(settings.device, non_blocking=True) for x in (idx, lengths, starts))
+        for step, batch in enumerate(loader(rows, settings, first_step, collate), first_step):
             logging = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
-            retention = Retention(spec, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples,
-                                  tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
-                                  want_recall=logging,
-                                  seed=settings.seed * 10**6 + step,
-                                  compiled=settings.compile and settings.device == "cuda")
-            kl = None
-            if settings.train_base:
-                with autocast(settings.device):
-                    with torch.no_grad():
-                        teacher_hidden = teacher(idx, causal_attend)
-                    hidden = model(idx, training_attend(model, spec, retention))
-                    response = response_mask(idx.shape[1], lengths, starts)
-                    kl = distillation_kl(model, hidden, teacher, teacher_hidden, response,
-                                         min(settings.top_k, config.vocab_size))
-                kl.backward()
-            else:
-                anchors = []
-                with autocast(settings.device), torch.no_grad():
-                    model(idx, training_attend(model, spec, retention, anchors))
-                sum(anchors).backward()
-            norm = optimizer_step(model, optimizer, step, settings)
+            noise = torch.rand(config.n_layer, len(batch[0]), config.n_kv_head, settings.n_samples,
+                               generator=torch.Generator().manual_seed(settings.seed * 10**6 + step))
+            set_rates(optimizer, step, settings)
+            losses, recalls, kl, norm = run_step(*(x.to(settings.device) for x in (*batch, noise)), want_recall=logging)
             done = step + 1
-            tokens += int(lengths.sum()) if settings.device == "cpu" else idx.numel()
+            tokens += int(batch[1].sum())
             if logging:
-                mean = lambda d: sum(v.item() for v in d.values()) / len(d)  # noqa: E731
                 finite(norm, step)
-                values = dict(retention=mean(retention.loss), recall=mean(retention.recall))
+                values = dict(retention=torch.stack(losses).mean().item(), recall=torch.stack(recalls).mean().item())
                 if math.isnan(values["recall"]):  # nothing was evicted, or nothing is selected
                     del values["recall"]
                 if kl is not None:

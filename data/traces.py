@@ -9,6 +9,10 @@ Two families share one way of doing sums: digit by digit, units first, then chec
           when the total is even and right when it is odd, and stops at the goal:
               W| k>zc57 ._ c>kb8 ... k-g?
               k>zc57 348+57 8+7+0=51 4+5+1=01 3+0+1=40 405%1c 405-57 5-7-0=81 ... 348c ... 405c-g;c>kb8 ...#405
+  mark    (diagnostic, not part of FAMILIES) values in filler; up to 48 bytes after a value a "!" says that it will be
+          asked for, and nothing else does until the end. At the time of the value itself nobody can know:
+              M| ..~ a=421 ,_~.~_ ! ~,.,.~,~.. b=77 ,._.~,~ ... k=5 ~,..,_ ! ._~... ka?
+              #k:5;a:421;
 What a KV cache must hold for them: definitions until they are used once, values and records for as long as they may be
 named again, scratch never again after its step. Roles drift over positions: numbers have 1 to 3 digits, unpadded, a
 problem has 2 to 6 given values, filler of random length stands between definitions. Inside a step nothing reaches back
@@ -23,13 +27,15 @@ import string
 import zlib
 from dataclasses import dataclass
 
-FAMILIES = ("arith", "walk")
+FAMILIES = ("arith", "walk")  # the task; make_problem also knows "mark"
 NAMES = string.ascii_letters
 FILLER = ".,_~"
-ALPHABET = "".join(sorted(NAMES + string.digits + FILLER + "|=+-:;?#>% \n"))
+ALPHABET = "".join(sorted(NAMES + string.digits + FILLER + "|=+-:;?#>%! \n"))
 LIMIT = 1000  # values stay below, so that they have at most 3 digits
-TEST_SIZES = {"arith": (15, 18), "walk": (11, 15)}    # variables / steps of validation and test problems (inclusive)
-TRAIN_SIZES = {"arith": (4, 21), "walk": (3, 17)}     # smaller problems are what teaches the digits
+# variables / steps / values of validation and test problems (inclusive); smaller problems are what teaches the digits
+TEST_SIZES = {"arith": (15, 18), "walk": (11, 15), "mark": (24, 30)}
+TRAIN_SIZES = {"arith": (4, 21), "walk": (3, 17), "mark": (3, 32)}
+MARK_WITHIN = 48                                      # bytes from the end of a value to its mark, at most
 MAX_LENGTH = 2816                                     # longer problems of these sizes are drawn again
 SPLIT_OF_16 = {0: "test", 1: "validation"}            # the rest is train
 
@@ -39,7 +45,7 @@ class Problem:
     family: str
     split: str
     index: int
-    size: int    # variables (arith) or steps (walk)
+    size: int    # variables (arith), steps (walk) or values (mark)
     prompt: str
     trace: str   # ends with "#" and the answer; the end-of-text token is not part of it
     answer: str
@@ -78,7 +84,7 @@ def checks(a, op, b, c, name):
 
 
 def solve(prompt):
-    """The steps of the trace, in order; the last one is the answer. Raises ValueError for a prompt of no family."""
+    """The steps of the trace, in order; the answer follows the '#'. Raises ValueError for a prompt of no family."""
     head, _, body = prompt.rstrip("\n").rstrip("?").partition("| ")
     items = [item for item in body.split(" ") if item and item[0] not in FILLER]
     if head == "A":
@@ -108,7 +114,11 @@ def solve(prompt):
                          f"{checks(total, '+', weight, new, nxt)[:-1]}-{goal};")  # there yet?
             node, total = nxt, new
         return steps + [f"#{total}"]
-    raise ValueError(f"the prompt starts with {prompt[:2]!r}: a problem starts with 'A| ' or 'W| '")
+    if head == "M":
+        *items, asked = items
+        value = dict(item.split("=") for item in items if item != "!")
+        return ["#"] + [f"{name}:{value[name]};" for name in asked]
+    raise ValueError(f"the prompt starts with {prompt[:2]!r}: a problem starts with 'A| ', 'W| ' or 'M| '")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,6 +186,21 @@ def walk_prompt(rng, size):
     return "W| " + "".join(records) + f"{start}-{goal}?\n"
 
 
+def mark_prompt(rng, size):
+    """One value every 68 to 80 bytes, further apart than a window of 64: a mark that follows within it is its own."""
+    names, text = rng.sample(NAMES, size), ""
+    marked = {*rng.sample(names, min(size, 2)), *(name for name in names if rng.random() < 0.2)}
+    for name in names:
+        value = f"{name}={number(rng)}"
+        noise = "".join(rng.choices(FILLER, k=rng.randint(68, 80) - len(value)))
+        at = rng.randint(2, MARK_WITHIN - 3)  # where the mark stands, with a space on either side
+        text += f"{value} {noise[:at]} {'! ' if name in marked else ''}{noise[at:]} "
+    return f"M| {text}{''.join(rng.sample(sorted(marked), len(marked)))}?\n"
+
+
+PROMPTS = {"arith": arith_prompt, "walk": walk_prompt, "mark": mark_prompt}
+
+
 def split_of(prompt):
     return SPLIT_OF_16.get(zlib.crc32(prompt.encode()) % 16, "train")
 
@@ -183,26 +208,25 @@ def split_of(prompt):
 def make_problem(family, index, split="test", size=None):
     """Problem number `index` of a family and split: the same on every machine and every Python.
 
-    size: number of variables (arith) or steps (walk); default drawn from TRAIN_SIZES or TEST_SIZES by split.
+    size: number of variables (arith), steps (walk) or values (mark); default drawn from TRAIN_SIZES or TEST_SIZES.
     Raises ValueError for an unknown family or split, or a size that the 52 names cannot hold.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
+    if family not in PROMPTS:
+        raise ValueError(f"unknown family {family!r}: choose one of {', '.join(PROMPTS)}")
     if split not in ("train", "validation", "test"):
         raise ValueError(f"unknown split {split!r}: choose train, validation or test")
     if size is not None and not 3 <= size <= 48:
         raise ValueError(f"size {size} is out of range: problems have 3 to 48 variables or steps")
     rng = random.Random(f"{family}/{split}/{index}")
     low, high = (TRAIN_SIZES if split == "train" else TEST_SIZES)[family]
-    draw = arith_prompt if family == "arith" else walk_prompt
     n = size or rng.randint(low, high)
     while True:  # redraw until the prompt falls into the split
-        prompt = draw(rng, n)
+        prompt = PROMPTS[family](rng, n)
         if prompt and split_of(prompt) == split:
             steps = solve(prompt)
             trace = "".join(steps)
             if len(prompt) + len(trace) < MAX_LENGTH or n > TRAIN_SIZES[family][1]:
-                return Problem(family, split, index, n, prompt, trace, steps[-1].partition("#")[2])
+                return Problem(family, split, index, n, prompt, trace, trace.rpartition("#")[2])
 
 
 def check(problem, text):
@@ -231,10 +255,10 @@ def check(problem, text):
 if __name__ == "__main__":
     import argparse
     parser = argparse.ArgumentParser(description="Print generated problems, or their lengths.")
-    parser.add_argument("--family", choices=FAMILIES, default="arith")
+    parser.add_argument("--family", choices=list(PROMPTS), default="arith")
     parser.add_argument("--split", choices=("train", "validation", "test"), default="test")
     parser.add_argument("--index", type=int, default=0)
-    parser.add_argument("--size", type=int, help="variables or steps (default: drawn as the split says)")
+    parser.add_argument("--size", type=int, help="variables, steps or values (default: drawn as the split says)")
     parser.add_argument("--lengths", type=int, metavar="N", help="print the lengths of N problems instead")
     args = parser.parse_args()
     if args.size is not None and not 3 <= args.size <= 48 or args.lengths is not None and args.lengths < 1:

@@ -196,7 +196,8 @@ def test_retention_loss_teaches_the_scorer_alone(frozen):
     log_gamma = torch.full((2,), -0.01, requires_grad=True)
     evict_at = plan(effective_priority(raw.detach(), log_gamma.detach()), SPEC)
     out, lse = attention(q, k, v, evict_at)
-    retention = Retention(SPEC, torch.tensor([T, T - 5]), weight=0.5, want_recall=True)
+    noise = torch.rand(4, 2, 2, 128)
+    retention = Retention(SPEC, torch.tensor([T, T - 5]), weight=0.5, want_recall=True, noise=noise)
     carrier = torch.zeros((), requires_grad=True) if frozen else out
     got = RetentionLoss.apply(carrier, raw, log_gamma, q, k, lse, evict_at, retention, 3)
     assert retention.passes == 0 and not retention.loss  # the forward does not run it
@@ -213,7 +214,7 @@ def test_retention_loss_teaches_the_scorer_alone(frozen):
     again = torch.zeros((), requires_grad=True)
     twice = raw.detach().clone().requires_grad_()
     RetentionLoss.apply(again, twice, log_gamma.detach(), q.detach(), k.detach(), lse.detach(), evict_at,
-                        Retention(SPEC, torch.tensor([T, T - 5]), weight=1.0), 3).backward()
+                        Retention(SPEC, torch.tensor([T, T - 5]), weight=1.0, noise=noise), 3).backward()
     assert torch.allclose(twice.grad, 2 * raw.grad)  # same samples, and the weight scales the gradient
 
 
@@ -223,9 +224,9 @@ def test_one_pass_a_layer_under_activation_checkpointing():
     q, k, v = (x.float() for x in inputs(T))
     x = torch.ones(1, requires_grad=True)
     raw = torch.randn(2, 2, T, requires_grad=True)
-    grads = {}
+    grads, noise = {}, torch.rand(1, 2, 2, 128)
     for use in (False, True):
-        retention = Retention(SPEC, torch.tensor([T, T]))
+        retention = Retention(SPEC, torch.tensor([T, T]), noise=noise)
 
         def block(x):
             evict_at = plan(raw.detach(), SPEC)

@@ -12,7 +12,7 @@ from statistics import mean, pstdev
 
 import pytest
 
-from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, TEST_SIZES, TRAIN_SIZES, check, make_problem, solve
+from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, PROMPTS, TEST_SIZES, TRAIN_SIZES, check, make_problem, solve
 
 ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "validation", "test")
@@ -147,7 +147,7 @@ def test_walks_revisit_nodes_and_both_parities_matter():
 
 
 def test_a_prompt_of_no_family():
-    with pytest.raises(ValueError, match="'X\\|'.*'A\\| ' or 'W\\| '"):
+    with pytest.raises(ValueError, match="'X\\|'.*'A\\| ', 'W\\| ' or 'M\\| '"):
         solve("X| a=1 a?\n")
 
 
@@ -197,7 +197,7 @@ def test_a_problem_is_its_index_and_split():
 def test_bytes_and_alphabet():
     """decode.py refuses what is not in ALPHABET: it holds each byte that occurs, and none that was never trained."""
     seen = set()
-    for family in FAMILIES:
+    for family in PROMPTS:
         for split in SPLITS:
             for problem in problems(family, 60, split):
                 assert problem.prompt.count("\n") == 1 and problem.prompt.endswith("\n") and "\n" not in problem.trace
@@ -323,6 +323,28 @@ def test_no_step_reaches_further_back_than_a_window(family):
                 previous = step
     print(f"{family}: {reach} bytes at most")
     assert 40 < reach <= 60
+
+
+def test_a_mark_says_within_a_window_what_nothing_said_before():
+    """Values of equal looks; those that a mark follows within 48 bytes, before the next value, are asked for."""
+    asked_counts, unmarked = [], 0
+    for problem in problems("mark", 100) + problems("mark", 100, "train"):
+        body, asked = re.fullmatch(r"M\| (.*) ([A-Za-z]+)\?\n", problem.prompt).groups()
+        values = [(m.end(), *m.groups()) for m in re.finditer(r"(?<![^ ])([A-Za-z])=(\d+)(?= )", body)]
+        marks = [m.start() for m in re.finditer("!", body)]
+        assert len(values) == problem.size and len(marks) == len(asked) == len(set(asked)) >= 2
+        starts = [end - len(number) - 2 for end, _, number in values]
+        assert all(b - a > 64 for a, b in zip(starts, starts[1:]))  # when a value leaves, the next has no mark yet
+        marked = {name: number for (end, name, number), following in zip(values, [*starts[1:], len(body)])
+                  if any(end < mark < following and mark - end <= 48 for mark in marks)}
+        assert marked.keys() == set(asked)
+        assert problem.trace == "#" + "".join(f"{name}:{marked[name]};" for name in asked)
+        assert problem.answer == problem.trace[1:] and check(problem, problem.trace).trace_right
+        wrong = check(problem, problem.trace.replace(":", ":9", 1))
+        assert not wrong.answer_right and wrong.first_error is not None
+        asked_counts.append(len(asked))
+        unmarked += len(values) - len(asked)
+    assert unmarked > 2 * sum(asked_counts) and max(asked_counts) <= 16
 
 
 # ---------------------------------------------------------------------------------------------------------------------

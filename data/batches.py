@@ -1,0 +1,87 @@
+"""Batches of generated problems for training: packed rows for a base model, whole problems for a retrofit.
+
+Everything follows from (seed, row number), so a resumed run sees what an uninterrupted one would have seen, and worker
+processes share nothing. Source of the problems: data/traces.py. Letters: B batch, T tokens.
+"""
+import math
+import zlib
+
+import torch
+
+from data.tokenizer import EOT
+from data.traces import FAMILIES, TEST_SIZES, make_problem
+
+# arith is the harder of the two; a little of the diagnostic family, so that one base serves all three
+PRETRAIN_MIX = ("arith", "arith", "walk") * 3 + ("mark",)
+
+
+class PackedRows(torch.utils.data.Dataset):
+    """Row i of pretraining: problems of all families one after the other, cut at `length` tokens.
+
+    -> idx, targets (length,) int64, weight (length,) fp32, doc_end (length,) int32: the position after a token's
+    document. In the language of flex_masks that is evict_at, so packing needs no mask of its own.
+    """
+
+    def __init__(self, length, seed, prompt_weight):
+        self.length, self.seed, self.prompt_weight = length, seed, prompt_weight
+
+    def __len__(self):
+        return 2**31
+
+    def __getitem__(self, row):
+        ids, weight, doc_end, j = [], [], [], 0
+        while len(ids) <= self.length:
+            number = (self.seed * 10**9 + row) * 64 + j  # a row holds fewer than 64 problems
+            problem = make_problem(PRETRAIN_MIX[(row + j) % len(PRETRAIN_MIX)], number, "train")
+            tokens = [*(problem.prompt + problem.trace).encode(), EOT]
+            ids += tokens
+            # the weight of predicting the NEXT token: the last token of a document predicts nothing
+            weight += [self.prompt_weight] * (len(problem.prompt) - 1) + [1.0] * (len(problem.trace) + 1) + [0.0]
+            doc_end += [len(ids)] * len(tokens)
+            j += 1
+        n = self.length
+        return (torch.tensor(ids[:n]), torch.tensor(ids[1:n + 1]), torch.tensor(weight[:n]),
+                torch.tensor(doc_end[:n], dtype=torch.int32))
+
+
+class Problems(torch.utils.data.Dataset):
+    """Row i of the retrofit: one whole problem of full size; even rows arith, odd rows walk."""
+
+    def __init__(self, split, seed, families=FAMILIES):
+        self.split, self.seed, self.families = split, seed, families
+
+    def __len__(self):
+        return 2**31
+
+    def __getitem__(self, row):
+        family = self.families[row % len(self.families)]
+        low, high = TEST_SIZES[family]  # the train split has small ones too; a cache must learn to hold long problems
+        size = low + zlib.crc32(str(row).encode()) % (high - low + 1)
+        return make_problem(family, self.seed * 10**9 + row, self.split, size)
+
+
+def collate_problems(problems, pad_to=None):
+    """-> idx (B, T) int64 right-padded with EOT, lengths (B,), starts (B,): the first predicted position is the
+    last token of the prompt. T is the longest row, or the next multiple of pad_to, so that a GPU meets few shapes."""
+    rows = [[*(p.prompt + p.trace).encode(), EOT] for p in problems]
+    lengths = torch.tensor([len(r) for r in rows])
+    T = int(lengths.max())
+    if pad_to:
+        T = math.ceil(T / pad_to) * pad_to
+    idx = torch.full((len(rows), T), EOT)
+    for i, r in enumerate(rows):
+        idx[i, :len(r)] = torch.tensor(r)
+    return idx, lengths, torch.tensor([len(p.prompt) - 1 for p in problems])
+
+
+def loader(dataset, settings, first_step, collate=None):
+    rows = range(first_step * settings.batch_size, settings.steps * settings.batch_size)
+    return torch.utils.data.DataLoader(dataset, batch_size=settings.batch_size, sampler=rows, collate_fn=collate,
+                                       num_workers=settings.workers,
+                                       prefetch_factor=8 if settings.workers else None)
+
+
+def response_mask(T, lengths, starts):
+    """(B, T) bool: positions whose next token belongs to the trace or is its end."""
+    t = torch.arange(T, device=lengths.device)
+    return (t >= starts[:, None]) & (t < lengths[:, None] - 1)
