@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import scorer as scorers_module
-from data.batches import PackedRows, Problems, collate_problems, loader, response_mask
+from data.batches import PackedRows, Problems, collate_problems, loader, problem_batches, response_mask
 from data.tokenizer import EOT
-from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, make_problem
+from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
 from flex_masks import CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything, plan
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
 from targets import (POWER, Retention, RetentionLoss, boundary_loss, future_attention, retention_recall, sample_queries,
@@ -74,6 +74,8 @@ class Settings:
     target_power: float = option(POWER, "power mean over future queries in the target; 1 is the paper's mean mass")
     top_k: int = option(256, "teacher logits that the KL sees, renormalised")
     prompt_weight: float = option(0.1, "loss weight of prompt tokens in pretraining: they are mostly random")
+    entropy_weight: float = option(0.01, "price of attention entropy from 30 to 80 % of a pretraining run: idle heads of "
+                                   "a small model look everywhere at once, which no small cache can hold")
     n_layer: int = option(6, "layers of the base model that --stage pretrain makes, as the next five")
     n_embd: int = option(256, "width")
     n_head: int = option(8, "query heads")
@@ -90,7 +92,7 @@ class Settings:
 
 
 PRESETS = {  # what differs between the jobs; a command-line option always wins
-    "pretrain": dict(steps=6500, batch_size=32, learning_rate=1.5e-3, warmup=200, weight_decay=0.1),
+    "pretrain": dict(steps=5000, batch_size=32, learning_rate=1e-3, warmup=200, weight_decay=0.1),
     "scorer": dict(steps=60, batch_size=1, learning_rate=3e-3, warmup=6, weight_decay=1e-4),   # fits two cores
     "train_base": dict(steps=1000, batch_size=16, learning_rate=2e-3, warmup=50, weight_decay=1e-4),
 }
@@ -120,6 +122,8 @@ def parse_settings(argv=None):
     for name in ("steps", "batch_size", "log_every", "save_every", "eval_problems", "n_samples", "top_k"):
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
+    if not 0 <= settings.entropy_weight < math.inf:
+        raise ValueError(f"--entropy-weight must be 0 or more, got {settings.entropy_weight}")
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
         if not 0 < getattr(settings, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(settings, name)}")
@@ -135,11 +139,21 @@ def parse_settings(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # The attends: what a block's attention does is decided here, per forward call
 
-def packed_attend(doc_end, n_head):
-    """Causal attention inside each document of a packed row; one BlockMask serves all layers."""
+def packed_attend(doc_end, n_head, entropies=None):
+    """Causal attention inside each document of a packed row; one BlockMask serves all layers.
+
+    entropies: a list that gets each layer's mean Renyi entropy of order 2, -log sum p^2 = 2 lse(s) - lse(2 s): 0 for a
+    head that looks at one token, log n for one that looks at n alike. Two attention calls, and no T x T matrix.
+    """
     evict_at = doc_end[:, None]  # (B, 1, T): all heads alike
     block_mask = evict_at_block_mask(evict_at, n_head) if doc_end.is_cuda else None
-    return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask)[0]
+
+    def attend(layer, q, k, v):
+        out, lse = attention(q, k, v, evict_at, block_mask)
+        if entropies is not None:
+            entropies.append((2 * lse - attention(2 * q, k, v.detach(), evict_at, block_mask)[1]).mean())
+        return out
+    return attend
 
 
 def policy_attend(scorers, spec, lengths, on_layer=None):
@@ -219,16 +233,6 @@ def distillation_kl(model, hidden, teacher, teacher_hidden, mask, top_k):
 def autocast(device):
     """bf16 matrix products on a GPU; scores, gates and lse stay fp32 inside."""
     return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
-
-
-def problem_batches(n, device, batch_size, split, families):
-    """Batches of whole problems, n a family, sorted by length to save padding: idx, lengths, starts, problems."""
-    problems = [make_problem(family, i, split) for family in families for i in range(n)]
-    problems.sort(key=lambda p: len(p.prompt) + len(p.trace))
-    for i in range(0, len(problems), batch_size):
-        part = problems[i:i + batch_size]
-        idx, lengths, starts = collate_problems(part, MAX_LENGTH if device == "cuda" else None)
-        yield idx.to(device), lengths.to(device), starts.to(device), part
 
 
 @torch.no_grad()
@@ -459,23 +463,27 @@ def pretrain(settings):
     rows = PackedRows(MAX_LENGTH, settings.seed, settings.prompt_weight)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {settings.device}")
 
-    def train_step(idx, targets, weight, doc_end):
+    def train_step(idx, targets, weight, doc_end, price, priced):
+        entropies = [] if priced else None
         with autocast(settings.device):
-            hidden = forward(idx, packed_attend(doc_end, config.n_head))
+            hidden = forward(idx, packed_attend(doc_end, config.n_head, entropies))
             loss = cross_entropy(model, hidden, targets, weight)
-        loss.backward()
-        return loss.detach(), optimizer_step(optimizer, settings)
+        entropy = torch.stack(entropies).mean() if priced else torch.zeros((), device=idx.device)
+        (loss + price * entropy).backward()
+        return loss.detach(), entropy.detach(), optimizer_step(optimizer, settings)
 
     run_step = GraphedStep(train_step, settings.graph and settings.device == "cuda")
     tokens, done = 0, first_step
     try:
         for step, batch in enumerate(loader(rows, settings, first_step), first_step):
             set_rates(optimizer, step, settings)
-            loss, norm = run_step(*(x.to(settings.device, non_blocking=True) for x in batch))
+            # after the task is learned, and off again at the end: the last digits of accuracy come without it
+            price = torch.tensor(settings.entropy_weight * (0.3 <= step / settings.steps < 0.8))
+            loss, entropy, norm = run_step(*(x.to(settings.device) for x in (*batch, price)), priced=price.item() > 0)
             done = step + 1
             tokens += batch[0].numel()
             if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
-                run.progress(step, first_step, tokens, loss=finite(loss, step),
+                run.progress(step, first_step, tokens, loss=finite(loss, step), entropy=entropy.item(),
                              lr=settings.learning_rate * lr_factor(step, settings))
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 report(f"step {step + 1}", dense=evaluate(model, settings.device, settings.eval_problems))

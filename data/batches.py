@@ -9,7 +9,7 @@ import zlib
 import torch
 
 from data.tokenizer import EOT
-from data.traces import FAMILIES, TEST_SIZES, make_problem
+from data.traces import FAMILIES, MAX_LENGTH, TEST_SIZES, make_problem
 
 # arith is the harder of the two; a little of the diagnostic family, so that one base serves all three
 PRETRAIN_MIX = ("arith", "arith", "walk") * 3 + ("mark",)
@@ -85,3 +85,13 @@ def response_mask(T, lengths, starts):
     """(B, T) bool: positions whose next token belongs to the trace or is its end."""
     t = torch.arange(T, device=lengths.device)
     return (t >= starts[:, None]) & (t < lengths[:, None] - 1)
+
+
+def problem_batches(n, device, batch_size, split, families):
+    """Batches of whole problems, n a family, sorted by length to save padding: idx, lengths, starts, problems."""
+    problems = [make_problem(family, i, split) for family in families for i in range(n)]
+    problems.sort(key=lambda p: len(p.prompt) + len(p.trace))
+    for i in range(0, len(problems), batch_size):
+        part = problems[i:i + batch_size]
+        idx, lengths, starts = collate_problems(part, MAX_LENGTH if device == "cuda" else None)
+        yield idx.to(device), lengths.to(device), starts.to(device), part

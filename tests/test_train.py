@@ -215,6 +215,31 @@ def test_an_out_that_cannot_be_written_stops_before_any_work(base, capsys, tmp_p
 # ---------------------------------------------------------------------------------------------------------------------
 # data
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_attention_entropy_is_the_formula(device):
+    """Values and gradients against explicit probabilities in fp64: -log sum p^2, mean over queries and heads."""
+    _, _, _, doc_end = (x[None].to(device) for x in train.PackedRows(400, 0, 0.1)[1])
+    q, k, v = (torch.randn(1, heads, 400, 16, generator=torch.Generator().manual_seed(heads)).to(device)
+               for heads in (4, 2, 2))
+    grads, values = [], []
+    for wide in (False, True):
+        a, b = ((x.double() if wide else x).clone().requires_grad_() for x in (q, k))
+        if wide:
+            t = torch.arange(400, device=device)
+            hidden = ~((t <= t[:, None]) & (t[:, None] < doc_end[0]))
+            p = (a @ b.repeat_interleave(2, 1).mT / 4).masked_fill(hidden, -math.inf).softmax(-1)
+            mean = -(p * p).sum(-1).log().mean()
+        else:
+            entropies = []
+            train.packed_attend(doc_end, 4, entropies)(0, a, b, v)
+            mean = entropies[0]
+        mean.backward()
+        values.append(mean.item())
+        grads.append((a.grad.double(), b.grad.double()))
+    assert values[0] == pytest.approx(values[1], rel=1e-5) and 0.5 < values[1] < 5
+    assert all((x - y).norm() < 1e-4 * y.norm() for x, y in zip(*grads))
+
+
 def test_packed_rows_know_their_documents():
     """Told again from the text: where each document starts, what is prompt, and where prediction must stop."""
     seen = set()
