@@ -74,7 +74,7 @@ class Settings:
     target_power: float = option(POWER, "power mean over future queries in the target; 1 is the paper's mean mass")
     top_k: int = option(256, "teacher logits that the KL sees, renormalised")
     prompt_weight: float = option(0.1, "loss weight of prompt tokens in pretraining: they are mostly random")
-    entropy_weight: float = option(0.01, "price of attention entropy from 30 to 80 % of a pretraining run: idle heads of "
+    entropy_weight: float = option(0.01, "price of attention entropy from 30 to 75 % of a pretraining run: idle heads of "
                                    "a small model look everywhere at once, which no small cache can hold")
     n_layer: int = option(6, "layers of the base model that --stage pretrain makes, as the next five")
     n_embd: int = option(256, "width")
@@ -139,19 +139,20 @@ def parse_settings(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # The attends: what a block's attention does is decided here, per forward call
 
-def packed_attend(doc_end, n_head, entropies=None):
+def packed_attend(doc_end, n_head, entropies):
     """Causal attention inside each document of a packed row; one BlockMask serves all layers.
 
-    entropies: a list that gets each layer's mean Renyi entropy of order 2, -log sum p^2 = 2 lse(s) - lse(2 s): 0 for a
-    head that looks at one token, log n for one that looks at n alike. Two attention calls, and no T x T matrix.
+    entropies: a list that gets each layer's mean attention entropy, in nats: 0 for a head that looks at one token, log n
+    for one that looks at n alike. -sum p log p = lse - sum p s, and sum p s = q . (sum p k) / sqrt(D): the mean key comes
+    out of the same call, as more columns of the value.
     """
     evict_at = doc_end[:, None]  # (B, 1, T): all heads alike
     block_mask = evict_at_block_mask(evict_at, n_head) if doc_end.is_cuda else None
 
     def attend(layer, q, k, v):
-        out, lse = attention(q, k, v, evict_at, block_mask)
-        if entropies is not None:
-            entropies.append((2 * lse - attention(2 * q, k, v.detach(), evict_at, block_mask)[1]).mean())
+        out, lse = attention(q, k, torch.cat([v, k], dim=-1), evict_at, block_mask)  # (B, H, T, 2D), (B, H, T)
+        out, mean_key = out.chunk(2, dim=-1)
+        entropies.append((lse - (q.to(lse.dtype) * mean_key).sum(-1) * q.shape[-1]**-0.5).mean())
         return out
     return attend
 
@@ -463,12 +464,12 @@ def pretrain(settings):
     rows = PackedRows(MAX_LENGTH, settings.seed, settings.prompt_weight)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {settings.device}")
 
-    def train_step(idx, targets, weight, doc_end, price, priced):
-        entropies = [] if priced else None
+    def train_step(idx, targets, weight, doc_end, price):
+        entropies = []
         with autocast(settings.device):
             hidden = forward(idx, packed_attend(doc_end, config.n_head, entropies))
             loss = cross_entropy(model, hidden, targets, weight)
-        entropy = torch.stack(entropies).mean() if priced else torch.zeros((), device=idx.device)
+        entropy = torch.stack(entropies).mean()
         (loss + price * entropy).backward()
         return loss.detach(), entropy.detach(), optimizer_step(optimizer, settings)
 
@@ -478,8 +479,8 @@ def pretrain(settings):
         for step, batch in enumerate(loader(rows, settings, first_step), first_step):
             set_rates(optimizer, step, settings)
             # after the task is learned, and off again at the end: the last digits of accuracy come without it
-            price = torch.tensor(settings.entropy_weight * (0.3 <= step / settings.steps < 0.8))
-            loss, entropy, norm = run_step(*(x.to(settings.device) for x in (*batch, price)), priced=price.item() > 0)
+            price = torch.tensor(settings.entropy_weight * (0.3 <= step / settings.steps < 0.75))
+            loss, entropy, norm = run_step(*(x.to(settings.device) for x in (*batch, price)))
             done = step + 1
             tokens += batch[0].numel()
             if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
