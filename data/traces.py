@@ -229,6 +229,26 @@ def make_problem(family, index, split="test", size=None):
                 return Problem(family, split, index, n, prompt, trace, trace.rpartition("#")[2])
 
 
+def worth_keeping(problem):
+    """-> list of bool, one a byte of prompt + trace: True for what may be named again once a window has passed, namely
+    the items of the prompt and, in arith, the statement of each value. Filler and worked digits are False."""
+    keep = [False] * (len(problem.prompt) + len(problem.trace))
+    start = 0
+    for item in problem.prompt.split(" "):
+        if item[:1] not in FILLER:
+            end = min(start + len(item) + 1, len(problem.prompt))
+            keep[start:end] = [True] * (end - start)
+        start += len(item) + 1
+    if problem.family == "arith":
+        start = len(problem.prompt)
+        for step in solve(problem.prompt)[:-1]:
+            at = 0 if step[1] == ":" else step.index(f" {step[0]}:") + 1  # given, or stated after the digits
+            end = next(i for i in range(at + 2, len(step)) if not step[i].isdigit())
+            keep[start + at:start + end + 1] = [True] * (end + 1 - at)
+            start += len(step)
+    return keep
+
+
 def check(problem, text):
     """Compare a generated trace with the problem's own: Verdict names the first wrong step.
 
