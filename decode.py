@@ -4,6 +4,7 @@ What this file holds, bottom-up:
   LayerCache, KVCache   the static tensors of one layer and of all; `step` evicts one entry and writes one
   prefill, step         whole prompts under the mask of training, keeping each layer's survivors; then a token a row
   sample, generate      filters, per-row randomness, the batched loop with its stop reasons
+  force                 given rows through the same decode step: how a dynamic policy is measured
   draw_kept, main       which tokens every layer still holds, as a picture; the command line
 How it departs from a vanilla KV cache: a slot is not a position. A new token takes the slot of the token evicted for
 it, so nothing moves; keys are stored rotated at their absolute position, which is kept beside each slot. No branch
@@ -28,7 +29,7 @@ from data.tokenizer import EOT, decode, encode_checked
 from data.traces import FAMILIES, check, make_problem
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
 from model import ModelConfig, Transformer, load_model, read_json
-from scorer import check_window, load_scorers, make_scorers, state_entries
+from scorer import LEARNED, POLICIES, check_policy, check_window, geometry, load_scorers, make_scorers, state_entries
 
 DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder without a scorer.json
 SHIPPED = Path(__file__).resolve().parent / "assets"
@@ -51,7 +52,8 @@ class LayerCache:
     """The slots of one layer, all tensors static:
 
     k_cache, v_cache  (B, H_kv, N, D)   keys after RoPE at absolute positions
-    priority          (B, H_kv, N)      fp32; +inf on sinks and on tokens in the window, -inf on empty slots
+    priority          (B, H_kv, N)      fp32; +inf on sinks and on tokens in the window, -inf on empty slots; of a
+                                        dynamic policy the bare scores, and sinks and window are protected in the step
     position          (B, H_kv, N)      int32, absolute; negative on empty slots
     ring              (B, H_kv, window) int32; entry t % window is the slot of token t of the window
     state             the scorer's own, dict of fp32 tensors
@@ -59,7 +61,7 @@ class LayerCache:
     """
 
     def __init__(self, config, spec, batch, scorer, device, dtype):
-        self.spec, self.scorer = spec, scorer
+        self.spec, self.scorer, self.dynamic = spec, scorer, scorer is not None and scorer.dynamic
         self.wide = torch.promote_types(dtype, torch.float32)
         heads = (batch, config.n_kv_head)
         self.k_cache = torch.empty(*heads, spec.n_slots, config.head_dim, device=device, dtype=dtype)
@@ -67,7 +69,9 @@ class LayerCache:
         self.priority = torch.empty(*heads, spec.n_slots, device=device, dtype=self.wide)
         self.position = torch.empty(*heads, spec.n_slots, device=device, dtype=torch.int32)
         self.ring = torch.empty(*heads, spec.window, device=device, dtype=torch.int32)
-        self.state = {} if scorer is None else scorer.init_state(batch, device, self.wide)
+        shape = dict(group_size=config.group_size, cache_dtype=dtype) if self.dynamic else {}
+        self.empty_state = lambda: {} if scorer is None else scorer.init_state(batch, device, self.wide, **shape)
+        self.state = self.empty_state()
         self.b = torch.arange(batch, device=device)[:, None]  # (B, 1), with h and a (B, H_kv) slot: one entry a head
         self.h = torch.arange(config.n_kv_head, device=device)[None]  # (1, H_kv)
         self.reset()
@@ -79,8 +83,7 @@ class LayerCache:
         self.priority.fill_(-math.inf)
         self.position.copy_(torch.arange(-self.spec.n_slots, 0, device=self.position.device))
         self.ring.zero_()
-        if self.scorer is not None:
-            self.set_state(self.scorer.init_state(self.b.shape[0], self.b.device, self.wide))
+        self.set_state(self.empty_state())
 
     def set_state(self, state):
         for name, tensor in self.state.items():
@@ -116,30 +119,52 @@ class LayerCache:
 
         q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels.
         """
-        b, h, n_sink, window = self.b, self.h, self.spec.n_sink, self.spec.window
+        b, h, window, scorer = self.b, self.h, self.spec.window, self.scorer
         k, v = k.squeeze(2), v.squeeze(2)  # (B, H_kv, D)
-        entry = (input_pos % window)[:, None]  # (B, 1)
-        if self.scorer is not None:  # token u = q - window leaves the window: score it, let it compete
+        entry, priority = (input_pos % window)[:, None], self.priority  # (B, 1)
+        if self.dynamic:
+            safe = (self.position >= 0) & ~self.candidates(input_pos)
+            priority = priority.masked_fill(safe, math.inf)
+        elif scorer is not None:  # token u = q - window leaves the window: score it, let it compete
             u = input_pos - window  # (B,)
-            slot = self.ring[b, h, entry].long()  # (B, H_kv); read here, written below for token q
-            score, state = self.scorer.step(self.state, k, v, self.k_cache[b, h, slot], self.v_cache[b, h, slot], u)
+            slot = read = self.ring[b, h, entry].long()  # (B, H_kv); read here, written below for token q
+            k_leave, v_leave = k, v
+            if scorer.shift:  # decided by a token after u, which may be q itself
+                read = self.ring[b, h, (entry + scorer.shift) % window].long()
+            if scorer.shift < window:
+                k_leave, v_leave = self.k_cache[b, h, read], self.v_cache[b, h, read]
+            score, state = scorer.step(self.state, k, v, k_leave, v_leave, u)
             self.set_state(state)
-            new = effective_priority(score, self.scorer.log_gamma(), u[:, None]).to(self.wide)
+            new = effective_priority(score, scorer.log_gamma(), u[:, None]).to(self.wide)
             # sinks stay at +inf; rows where nothing has left yet (u < 0) rewrite what is there
-            new = torch.where(u[:, None] >= n_sink, new, self.priority[b, h, slot])
-            self.priority.index_put_((b, h, slot), new)
-        slot = choose_victim(self.priority, self.position)  # decided before the write: never more than N entries
+            new = torch.where(u[:, None] >= self.spec.n_sink, new, priority[b, h, slot])
+            priority.index_put_((b, h, slot), new)
+        slot = choose_victim(priority, self.position)  # decided before the write: never more than N entries
         # index_put_ and not scatter_: with an expanded index the compiler would copy the whole cache every step
         self.k_cache.index_put_((b, h, slot), k)
         self.v_cache.index_put_((b, h, slot), v)
-        self.priority.index_put_((b, h, slot), self.priority.new_full((), math.inf))
+        self.priority.index_put_((b, h, slot), self.priority.new_full((), 0.0 if self.dynamic else math.inf))
         self.position.index_put_((b, h, slot), input_pos[:, None].int())
         self.ring.index_put_((b, h, entry), slot.int())
-        visible = (self.position >= 0)[:, :, None]  # (B, H_kv, 1, N): all true from q = N - 1 on
+        live = self.position >= 0  # (B, H_kv, N): all true from q = N - 1 on
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, group_size, D): a group's heads as its queries
-        out = F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=visible)
-        # A policy that updates its scores from attention would take this step's probabilities (B, H, N) here.
+        if not self.dynamic:
+            out = F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=live[:, :, None])
+            return out.reshape(q.shape)
+        with torch.autocast(q.device.type, enabled=False):  # the same attention, but with its probabilities
+            logits = grouped.to(self.wide) @ self.k_cache.to(self.wide).mT * k.shape[-1] ** -0.5
+            probs = logits.masked_fill(~live[:, :, None], -math.inf).softmax(-1)  # (B, H_kv, group_size, N)
+            out = (probs @ self.v_cache.to(self.wide)).to(q.dtype)
+            scores, state = scorer.rescore(self.state, q.squeeze(2), self.k_cache, self.v_cache, probs.flatten(1, 2),
+                                           self.position, input_pos, self.priority.masked_fill(~live, 0.0),
+                                           self.candidates(input_pos + 1))
+        self.set_state(state)
+        self.priority.copy_(effective_priority(scores).masked_fill(~live, -math.inf))
         return out.reshape(q.shape)
+
+    def candidates(self, q):
+        """(B, H_kv, N) bool: the tokens that query q (B,) may evict, neither sinks nor in its window."""
+        return (self.position >= self.spec.n_sink) & (self.position <= (q - self.spec.window)[:, None, None])
 
 
 class KVCache:
@@ -163,6 +188,16 @@ class KVCache:
         for layer in self.layers:
             layer.reset()
         self.input_pos.zero_()
+
+    def set_prompt_lengths(self, lengths):
+        """Tell a policy that treats prompts apart how long they are, (B,) ints: after a reset, before a step. prefill
+        and generate do it by themselves. ValueError if the cache cannot hold the prompts."""
+        for layer in self.layers:
+            if "prompt" in layer.state:
+                lengths = torch.as_tensor(lengths)
+                check_prompts(layer.scorer.name, self.spec, int(lengths.max()))
+                layer.state["prompt"].copy_(lengths)
+                layer.scorer.prompt_lengths = None  # left by a teacher-forced pass over other rows
 
     def attend(self, layer, q, k, v):
         """The model's `attend` while decoding."""
@@ -198,6 +233,13 @@ def check_scorers(scorers, config, spec):
     check_window(scorers, spec.window)
 
 
+def check_prompts(policy, spec, longest):
+    """ValueError when a policy never evicts the prompt, and sinks, prompt and window do not fit in the slots."""
+    if policy == "random-prompt" and spec.n_sink + longest + spec.window > spec.n_slots:
+        raise ValueError(f"policy {policy} never evicts the prompt, and {spec.n_sink} sinks + a prompt of {longest} + "
+                         f"{spec.window} window are more than {spec.n_slots} slots: raise --budget or choose another")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The two ways to fill it
 
@@ -208,8 +250,10 @@ def prefill(model: Transformer, idx, lengths, cache: KVCache):
 
     Layer by layer: parallel scores -> priority -> evict_at -> masked attention; the survivors go to the slots, the
     layer's other keys and values are dropped. What stays is what stepping through the prompt would have kept.
+    ValueError: a dynamic policy, which has no parallel form.
     """
     cache.reset()
+    cache.set_prompt_lengths(lengths)
     pad = torch.arange(idx.shape[1], device=idx.device) >= lengths[:, None]  # (B, T)
     idx = idx.masked_fill(pad, 0)  # whatever stands there, the embedding knows token 0
 
@@ -251,6 +295,43 @@ def capture_step(model, ids, cache):
     with torch.cuda.graph(graph):
         logits = step(model, ids, cache)
     return graph, logits
+
+
+def make_step(model, cache, graph):
+    """-> advance(ids (B,)) -> logits (B, V): `step`, on a GPU with `graph` as replays, which overwrite their logits.
+    The cache must be reset before its first use."""
+    if not (graph and cache.input_pos.is_cuda):
+        return lambda ids: step(model, ids, cache)
+    static_ids = torch.zeros_like(cache.input_pos)
+    captured, logits = capture_step(model, static_ids, cache)
+
+    def replay(ids):
+        static_ids.copy_(ids)
+        captured.replay()
+        return logits
+    return replay
+
+
+@torch.no_grad()
+def force(model: Transformer, rows, spec=None, scorers=None, *, on_logits, graph=True, prompt_lengths=None,
+          cache=None) -> KVCache:
+    """Teacher-forced: whole rows (lists of token ids, any lengths) through the decode step of any policy, from position
+    0. Calls on_logits(t, logits (B, V)) after step t; rows with t >= their length mean nothing. With a graph the next
+    step overwrites logits, so copy what is to stay. For a static policy it is the masked pass, up to rounding.
+    prompt_lengths: one int a row, for policies that treat prompts apart. spec, scorers, cache as for `generate`."""
+    weight = model.model.embed_tokens.weight
+    if not rows or not all(rows):
+        raise ValueError("a row to force is empty: give at least one token")
+    T = max(map(len, rows))
+    cache = cache or KVCache(model.config, spec or dense_spec(T), len(rows), scorers, weight.device, weight.dtype)
+    idx = torch.tensor([row + [0] * (T - len(row)) for row in rows], device=weight.device)
+    advance = make_step(model, cache, graph)
+    cache.reset()
+    if prompt_lengths is not None:
+        cache.set_prompt_lengths(prompt_lengths)
+    for t in range(T):
+        on_logits(t, advance(idx[:, t]))
+    return cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,6 +403,8 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     until an end token or max_seq_len (default: the model's). stop_ids default to the model's end tokens.
     seed: one int, row b then draws with seed + b, or one per row. A row's random numbers depend on its seed alone, so
     it draws the same text in any batch and on any device, up to what rounding does to the logits.
+    A dynamic policy has no prefill: all rows start at position 0 and step through their prompts; steps and
+    decode_seconds then count from where the longest one ends.
     on_token(row, id) is called for each new token. cache: one to reuse, it is reset. graph: on a GPU, replay each step
     as a CUDA graph. Rows that have stopped go through
     the steps unread, to keep the shapes: their slots mean nothing after that. ValueError before any work.
@@ -345,19 +428,28 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     T = -(-longest // unit) * unit
     idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=weight.device)
     lengths = torch.tensor([len(p) for p in prompts], device=weight.device)
-    graph = graph and weight.is_cuda
-    if graph:
-        static_ids = torch.zeros(B, dtype=torch.int64, device=weight.device)
-        captured, static_logits = capture_step(model, static_ids, cache)
+    cache.set_prompt_lengths([len(p) for p in prompts])
+    advance = make_step(model, cache, graph)
+    dynamic = cache.layers[0].dynamic
+    n_done, first, lead = 0, [1 if dynamic else len(p) for p in prompts], longest - 1 if dynamic else 0
     start = time.perf_counter()
     try:
-        logits = prefill(model, idx, lengths, cache)  # (B, V)
-        while True:
-            ids = sample(logits, noise[:, result.steps if temperature else 0], temperature, top_p, top_k)
+        if dynamic:
+            cache.reset()
+            logits = advance(idx[:, 0])
+        else:
+            logits = prefill(model, idx, lengths, cache)  # (B, V)
+        while True:  # logits are those of each row's last token so far; input_pos has counted it
+            drawn = (cache.input_pos - lengths).clamp(0, noise.shape[1] - 1)[:, None]  # (B, 1)
+            ids = sample(logits, noise.gather(1, drawn).squeeze(1), temperature, top_p, top_k)
+            given = idx.gather(1, cache.input_pos.clamp(max=T - 1)[:, None]).squeeze(1)
+            ids = torch.where(cache.input_pos < lengths, given, ids)  # a dynamic policy may still be in the prompt
             for b, token in enumerate(ids.tolist()):  # the one wait for the device in a step
                 if result.stop[b] is not None:
                     continue
-                result.seen[b] = len(prompts[b]) + result.steps
+                result.seen[b] = first[b] + n_done
+                if result.seen[b] < len(prompts[b]):
+                    continue
                 if token in stop_ids:
                     result.stop[b] = "end token"
                     continue
@@ -368,17 +460,13 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
                     result.stop[b] = "max_seq_len"
                 if on_token is not None:
                     on_token(b, token)
-            if result.steps == 0:
+            if n_done == lead:
                 result.prefill_seconds, start = time.perf_counter() - start, time.perf_counter()
             if all(result.stop):
                 break
-            if graph:
-                static_ids.copy_(ids)
-                captured.replay()
-                logits = static_logits
-            else:
-                logits = step(model, ids, cache)
-            result.steps += 1
+            logits = advance(ids)
+            n_done += 1
+            result.steps = max(0, n_done - lead)
     except KeyboardInterrupt:
         result.stop = [reason or "interrupted" for reason in result.stop]
         raise Interrupted(result) from None
@@ -450,10 +538,10 @@ def resolve_policy(args):
     settings = read_json(folder / "scorer.json") if retrofit else DEFAULTS
     own = settings.get("policy") if retrofit else "dense"
     policy = args.policy or own
-    state_entries(policy, 2)  # refuses an unknown name
+    check_policy(policy)
     if policy == "oracle":
         raise ValueError("policy oracle ranks by future attention, which no decoder has: choose another --policy")
-    trained = policy in ("kvpop", "kvpop-mlp")
+    trained = policy in LEARNED
     if trained and retrofit and policy != own:
         raise ValueError(f"{folder} was trained for policy {own}: give a {policy} checkpoint with --model")
     if trained or not retrofit or policy == own:
@@ -475,8 +563,13 @@ def resolve_spec(args, settings, policy, config, limit):
     values = {name: settings.get(name) if value is None else value for name, value in flags.items()}
     if odd := [name for name, value in values.items() if type(value) is not int]:
         raise ValueError(f"scorer.json gives no integer {odd[0]}: give it with --{odd[0].replace('_', '-')}")
-    spec = CacheSpec(**values, state_entries=state_entries(policy, config.head_dim))
-    if spec.n_sink == 0:
+    own = dict(zip(("n_sink", "window"), geometry(policy, values["n_sink"], values["window"])))
+    if any(flags[name] not in (None, own[name]) for name in own):
+        raise ValueError(f"policy {policy} is defined with n_sink {own['n_sink']} and window {own['window']}: drop "
+                         "--n-sink and --window")
+    charge = state_entries(policy, config.head_dim, config.group_size, own["window"])
+    spec = CacheSpec(**{**values, **own}, state_entries=charge)
+    if spec.n_sink == 0 and own["n_sink"] == values["n_sink"]:
         say("warning: n_sink 0 evicts the attention sinks; most models break down beyond the budget")
     most = max(limit, spec.n_sink + spec.window) + spec.state_entries  # no token would reach more slots
     return replace(spec, budget=min(spec.budget, most))
@@ -549,7 +642,8 @@ def parse_args(argv):
         description="Generate with a KV cache of fixed size. Text goes to stdout as it comes, the rest to stderr.")
     add = parser.add_argument
     add("--model", default=str(SHIPPED / "kvpop"), metavar="FOLDER", help="checkpoint (default: %(default)s)")
-    add("--policy", help="dense, streaming, random, knorm (on the base model) or the checkpoint's own (default)")
+    free = ", ".join(policy for policy in POLICIES if policy not in (*LEARNED, "oracle"))
+    add("--policy", help=f"on the base model: {free}; or the checkpoint's own (default)")
     add("--budget", type=int, help="entries per KV head, all included (default: the checkpoint's)")
     add("--n-sink", type=int, help="first positions, never evicted (default: the checkpoint's)")
     add("--window", type=int, help="newest positions, the query included (default: the checkpoint's)")
@@ -582,6 +676,7 @@ def run(args):
     prompt, problem = resolve_prompt(args, config)
     device, dtype = resolve_device(args)
     check_request([prompt], args.max_new_tokens, limit, args.temperature, args.top_p, args.top_k)
+    check_prompts(policy, spec, len(prompt))
     if args.picture:
         parent = os.path.join(os.path.dirname(args.picture) or ".", "")  # the slash: a file will not do
         if not args.picture.endswith(".png") or os.path.isdir(args.picture) or not os.access(parent, os.W_OK):
