@@ -439,6 +439,11 @@ class VaSE(Dynamic):
 
     name, defaults = "vase", {"percent": 10}
 
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        if type(self.percent) is not int or not 0 <= self.percent <= 100:
+            raise ValueError(f"policy vase wants an integer percent from 0 to 100, got {self.percent}")
+
     def rescore(self, state, q, k_cache, v_cache, probs, position, input_pos, scores, candidate):
         norm = torch.linalg.vector_norm(v_cache.to(probs.dtype), dim=-1).masked_fill(~candidate, -1.0)
         n_safe = candidate.sum(-1, keepdim=True) * self.percent // 100  # rounded down
