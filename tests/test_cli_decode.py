@@ -240,7 +240,7 @@ PROMPT = ("--prompt", "A| M=1 M?\n")
     (("--policy", "position"), ("trained for policy kvpop", "--model")),
     (("--policy", "tova-layer", "--window", "8"), ("tova-layer", "n_sink 0 and window 1", "drop --n-sink")),
     (("--policy", "random-prompt", "--budget", "19"), ("2 sinks + a prompt of 10 + 8 window", "--budget")),
-    (("--policy", "snapkv", "--window", "7"), ("1 to window (7) n_queries",)),
+    (("--policy", "snapkv", "--window", "7"), ("n_queries must be int, 1 to 7, got 8",)),
     (("--policy", "dense", "--budget", "40"), ("dense", "--budget")),
     (("--budget", "14"), ("budget 14", "15 or more")),
     (("--budget", "-1"), ("budget -1",)),

@@ -16,7 +16,7 @@ H, H_KV, V = 4, 2, 120
 N_SINK, WINDOW, N_SELECT = 2, 5, 9
 DYNAMIC = ("keydiff", "tova-layer", "tova-head", "h2o", "h2o-mean", "snapkv", "rkv", "vase")
 STATIC = ("random-prompt", "kvpop-nodelay", "position", "dms-cap")  # the new ones; the others: test_scorer.py
-OPTIONS = {"snapkv": {"n_queries": 4, "kernel": 3}, "rkv": {"n_queries": 3, "kernel": 3}, "vase": {"percent": 30}}
+OPTIONS = {"snapkv": {"n_queries": 4, "reach": 1}, "rkv": {"n_queries": 3, "reach": 1}, "vase": {"percent": 30}}
 
 
 def make_spec(policy, n_select=N_SELECT, D=8, **options):
@@ -123,7 +123,7 @@ class Simulation:
                 for p, x in softmax(self.logits[j][i], [p for p in live if p <= i]).items():
                     mass[p] += x / len(queries) / len(self.group[h])
         order = self.may_go(live, t + 1)
-        pooled = neighbours([mass[p] for p in order], self.o["kernel"] // 2)
+        pooled = neighbours([mass[p] for p in order], self.o["reach"])
         return {**mass, **{p: sum(x) / len(x) for p, x in zip(order, pooled)}}
 
     def rkv(self, h, t, live, probs):
@@ -136,7 +136,7 @@ class Simulation:
             top = {p: max(self.logits[j][i][p] for j in self.group[h]) for p in order}
             for p, x in softmax(top, order).items():
                 mass[p] += x / len(queries)
-        importance = dict(zip(order, map(max, neighbours([mass[p] for p in order], self.o["kernel"] // 2))))
+        importance = dict(zip(order, map(max, neighbours([mass[p] for p in order], self.o["reach"]))))
         column = {p: 0.0 for p in live}
         for i in live:
             row = {p: cosine(self.k[h][i], self.k[h][p]) for p in live if p != i}
@@ -181,8 +181,8 @@ def run(layer, q, k, v, start=0, stop=None):
 
 
 CASES = [(policy, OPTIONS.get(policy, {})) for policy in DYNAMIC]
-CASES += [("rkv", {"n_queries": 4, "kernel": 3, "mix": 1.0}), ("rkv", {"n_queries": 2, "kernel": 1, "mix": 0.5}),
-          ("snapkv", {"n_queries": 4, "kernel": 5}), ("vase", {"percent": 10})]
+CASES += [("rkv", {"n_queries": 4, "reach": 1, "mix": 1.0}), ("rkv", {"n_queries": 2, "reach": 0, "mix": 0.5}),
+          ("snapkv", {"n_queries": 4, "reach": 2}), ("vase", {"percent": 10})]
 
 
 @pytest.mark.parametrize("kind", ["random", "ties"])
@@ -288,7 +288,7 @@ def test_snapkv_keeps_a_run_of_neighbours_and_rkv_drops_copies():
     Tokens 10 .. 19 are copies of one key, the others are all different: R-KV drops copies first."""
     q, k, v = data("random", 60, 1)
     q = k[:, [0, 0, 1, 1], 9:10].expand_as(q) * 4
-    options = {"n_queries": 4, "kernel": 3}
+    options = {"n_queries": 4, "reach": 1}
     held, _ = run(make_layer("snapkv", make_spec("snapkv", n_select=5, **options), batch=1, **options), q, k, v)
     assert all({8, 9, 10} <= set(head) for head in held[-1][0])
     q, k, v = data("random", 30, 1)
@@ -592,9 +592,10 @@ def test_state_is_charged_as_stored():
 
 @pytest.mark.parametrize("policy, options, message", [
     ("h2o", {"n_queries": 3}, "h2o has no option 'n_queries'"), ("snapkv", {"mix": 0.1}, "snapkv has no option 'mix'"),
-    ("snapkv", {"kernel": 4}, "odd kernel"), ("rkv", {"n_queries": 6}, r"1 to window \(5\) n_queries"),
+    ("snapkv", {"n_queries": 5, "reach": -1}, "reach must be int, 0 to"), ("rkv", {"n_queries": 6}, "n_queries must be int, 1 to 5, got 6"),
     ("rkv", {"n_queries": 0}, "n_queries"), ("vase", {"percent": 101}, "percent"),
-    ("dms-cap", {"taus": 3}, "dms-cap has no option 'taus'"), ("kvpop-nodelay", {"delay": 5}, "without delay"),
+    ("vase", {"percent": 2.5}, "percent must be int"), ("rkv", {"n_queries": 5, "mix": 1.5}, "mix must be float, 0 to 1"),
+    ("dms-cap", {"taus": 3}, "dms-cap has no option 'taus'"), ("kvpop-nodelay", {"delay": 5}, "delay must be"),
     ("position", {"skip_width": 3}, "position has no option 'skip_width'")])
 def test_options_are_checked(policy, options, message):
     with pytest.raises(ValueError, match=message):
