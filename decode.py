@@ -5,7 +5,7 @@ What this file holds, bottom-up:
   prefill, step         whole prompts under the mask of training, keeping each layer's survivors; then a token a row
   sample, generate      filters, per-row randomness, the batched loop with its stop reasons
   force                 given rows through the same decode step: how a dynamic policy is measured
-  draw_kept, main       which tokens every layer still holds, as a picture; the command line
+  main                  the command line
 How it departs from a vanilla KV cache: a slot is not a position. A new token takes the slot of the token evicted for
 it, so nothing moves; keys are stored rotated at their absolute position, which is kept beside each slot. No branch
 looks at data and no tensor changes its address, so a step can be captured in one CUDA graph. The dense policy is the
@@ -27,23 +27,19 @@ import torch.nn.functional as F
 
 from data.tokenizer import EOT, decode, encode_checked
 from data.traces import FAMILIES, check, make_problem
-from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
+from flex_masks import NEVER, CacheSpec, attention, draw_kept, effective_priority, plan
 from model import ModelConfig, Transformer, load_model, read_json
 from scorer import LEARNED, POLICIES, check_policy, check_window, geometry, load_scorers, make_scorers, state_entries
 
 DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder without a scorer.json
 SHIPPED = Path(__file__).resolve().parent / "assets"
 
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The cache
-
 def choose_victim(priority, position):
     """Slot to give up, (B, H_kv) int64: the lowest priority, among equals the oldest position. Exact at any precision.
-
     A bare argmin would break ties by slot, and the mask of training breaks them by position. Empty slots carry -inf
-    and position slot - N, so that the same rule fills slots 0, 1, 2, ... before anything is evicted.
-    """
+    and position slot - N, so that the same rule fills slots 0, 1, 2, ... before anything is evicted."""
     lowest = priority.amin(-1, keepdim=True)  # (B, H_kv, 1)
     return position.masked_fill(priority > lowest, NEVER).argmin(-1)
 
@@ -57,8 +53,7 @@ class LayerCache:
     position          (B, H_kv, N)      int32, absolute; negative on empty slots
     ring              (B, H_kv, window) int32; entry t % window is the slot of token t of the window
     state             the scorer's own, dict of fp32 tensors
-    With an fp64 model (tests) priority and state are fp64. scorer None: the window is all there is.
-    """
+    With an fp64 model (tests) priority and state are fp64. scorer None: the window is all there is."""
 
     def __init__(self, config, spec, batch, scorer, device, dtype):
         self.spec, self.scorer, self.dynamic = spec, scorer, scorer is not None and scorer.dynamic
@@ -78,11 +73,10 @@ class LayerCache:
 
     def reset(self):
         """Empty, in place."""
-        self.k_cache.zero_()
-        self.v_cache.zero_()
+        for tensor in (self.k_cache, self.v_cache, self.ring):
+            tensor.zero_()
         self.priority.fill_(-math.inf)
         self.position.copy_(torch.arange(-self.spec.n_slots, 0, device=self.position.device))
-        self.ring.zero_()
         self.set_state(self.empty_state())
 
     def set_state(self, state):
@@ -91,10 +85,8 @@ class LayerCache:
 
     def fill(self, k, v, priority, evict_at, lengths, state):
         """Take over what a masked pass over right-padded prompts leaves; the cache must be empty.
-
         k, v (B, H_kv, T, D), priority and evict_at (B, H_kv, T), lengths (B,). A row's survivors are the tokens that
-        its last query sees, itself included; they go to slots 0, 1, 2, ... in time order, pads nowhere.
-        """
+        its last query sees, itself included; they go to slots 0, 1, 2, ... in time order, pads nowhere."""
         N, window, T = self.spec.n_slots, self.spec.window, k.shape[2]
         n, last = min(N, T), (lengths - 1)[:, None, None]  # last query of each row
         alive = (torch.arange(T, device=k.device) <= last) & (evict_at > last)  # (B, H_kv, T)
@@ -116,24 +108,19 @@ class LayerCache:
 
     def step(self, q, k, v, input_pos):
         """One token per row at absolute positions input_pos (B,): evict, write, attend.
-
-        q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels.
-        """
+        q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels."""
         b, h, window, scorer = self.b, self.h, self.spec.window, self.scorer
         k, v = k.squeeze(2), v.squeeze(2)  # (B, H_kv, D)
         entry, priority = (input_pos % window)[:, None], self.priority  # (B, 1)
         if self.dynamic:
-            safe = (self.position >= 0) & ~self.candidates(input_pos)
-            priority = priority.masked_fill(safe, math.inf)
+            priority = priority.masked_fill((self.position >= 0) & ~self.candidates(input_pos), math.inf)
         elif scorer is not None:  # token u = q - window leaves the window: score it, let it compete
             u = input_pos - window  # (B,)
-            slot = read = self.ring[b, h, entry].long()  # (B, H_kv); read here, written below for token q
-            k_leave, v_leave = k, v
-            if scorer.shift:  # decided by a token after u, which may be q itself
-                read = self.ring[b, h, (entry + scorer.shift) % window].long()
-            if scorer.shift < window:
-                k_leave, v_leave = self.k_cache[b, h, read], self.v_cache[b, h, read]
-            score, state = scorer.step(self.state, k, v, k_leave, v_leave, u)
+            slot = self.ring[b, h, entry].long()  # (B, H_kv); read here, written below for token q
+            # a policy may decide by a token after u, in the cache unless it is q itself
+            read = self.ring[b, h, (entry + scorer.shift) % window].long() if scorer.shift else slot
+            leave = (self.k_cache[b, h, read], self.v_cache[b, h, read]) if scorer.shift < window else (k, v)
+            score, state = scorer.step(self.state, k, v, *leave, u)
             self.set_state(state)
             new = effective_priority(score, scorer.log_gamma(), u[:, None]).to(self.wide)
             # sinks stay at +inf; rows where nothing has left yet (u < 0) rewrite what is there
@@ -169,20 +156,17 @@ class LayerCache:
 
 class KVCache:
     """All layers, and `input_pos` (B,) int64, the position of each row's next token.
-
     spec: CacheSpec. scorers: one per layer, or None for the dense policy with `dense_spec`. Memory for any length:
-    n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state.
-    """
+    n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state."""
 
     def __init__(self, config: ModelConfig, spec: CacheSpec, batch, scorers=None, device="cpu", dtype=torch.float32):
         if scorers is None and (spec.n_sink or spec.n_select):
             raise ValueError("a cache without scorers cannot select: give one scorer per layer, or dense_spec(limit)")
         if scorers is not None:
             check_scorers(scorers, config, spec)
-        self.spec = spec
-        self.layers = [LayerCache(config, spec, batch, scorers[i] if scorers is not None else None, device, dtype)
+        self.spec, self.input_pos = spec, torch.zeros(batch, dtype=torch.int64, device=device)
+        self.layers = [LayerCache(config, spec, batch, None if scorers is None else scorers[i], device, dtype)
                        for i in range(config.n_layer)]
-        self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def reset(self):
         for layer in self.layers:
@@ -190,8 +174,8 @@ class KVCache:
         self.input_pos.zero_()
 
     def set_prompt_lengths(self, lengths):
-        """Tell a policy that treats prompts apart how long they are, (B,) ints: after a reset, before a step. prefill
-        and generate do it by themselves. ValueError if the cache cannot hold the prompts."""
+        """For a policy that never evicts prompts: their lengths, (B,) ints, after a reset and before a step; prefill
+        and generate do it by themselves. ValueError if the cache cannot hold them."""
         for layer in self.layers:
             if "prompt" in layer.state:
                 lengths = torch.as_tensor(lengths)
@@ -199,8 +183,7 @@ class KVCache:
                 layer.state["prompt"].copy_(lengths)
                 layer.scorer.prompt_lengths = None  # left by a teacher-forced pass over other rows
 
-    def attend(self, layer, q, k, v):
-        """The model's `attend` while decoding."""
+    def attend(self, layer, q, k, v):  # the model's while decoding
         return self.layers[layer].step(q, k, v, self.input_pos)
 
     def kept_positions(self, layer):
@@ -212,7 +195,7 @@ class KVCache:
         return max(int((layer.position >= 0).sum(-1).max()) for layer in self.layers)
 
     def nbytes(self):
-        """Bytes held, measured: `cache` (keys and values), `bookkeeping` (priority, position, ring) and `state`."""
+        """Bytes held, measured: keys and values, priority with position and ring, the scorers' state."""
         return dict(cache=sum(x.k_cache.nbytes + x.v_cache.nbytes for x in self.layers),
                     bookkeeping=sum(x.priority.nbytes + x.position.nbytes + x.ring.nbytes for x in self.layers),
                     state=sum(t.nbytes for x in self.layers for t in x.state.values()))
@@ -239,19 +222,15 @@ def check_prompts(policy, spec, longest):
         raise ValueError(f"policy {policy} never evicts the prompt, and {spec.n_sink} sinks + a prompt of {longest} + "
                          f"{spec.window} window are more than {spec.n_slots} slots: raise --budget or choose another")
 
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The two ways to fill it
-
 @torch.no_grad()
 def prefill(model: Transformer, idx, lengths, cache: KVCache):
     """Whole prompts: idx (B, T) int64 right-padded with anything, lengths (B,) int64 -> logits (B, V) of each row's
     last token. Afterwards the cache has seen queries 0 .. length - 1, and the next step is q = length.
-
     Layer by layer: parallel scores -> priority -> evict_at -> masked attention; the survivors go to the slots, the
     layer's other keys and values are dropped. What stays is what stepping through the prompt would have kept.
-    ValueError: a dynamic policy, which has no parallel form.
-    """
+    ValueError: a dynamic policy, which has no parallel form."""
     cache.reset()
     cache.set_prompt_lengths(lengths)
     pad = torch.arange(idx.shape[1], device=idx.device) >= lengths[:, None]  # (B, T)
@@ -282,9 +261,8 @@ def step(model: Transformer, idx, cache: KVCache):
 
 
 def capture_step(model, ids, cache):
-    """`step` as a CUDA graph: replay() reads the ids (B,) of this very tensor. -> graph, logits (B, V), overwritten by
-    each replay. Launching its kernels one by one would take longer than running them. Leaves the cache in disorder:
-    capture before prefill, which resets it in place."""
+    """`step` as a CUDA graph, since launching its kernels one by one takes longer than running them: replay() reads
+    ids (B,), this very tensor. -> graph, logits (B, V), overwritten by each replay. Reset the cache afterwards."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # kernels and workspaces must exist before the capture
@@ -298,18 +276,12 @@ def capture_step(model, ids, cache):
 
 
 def make_step(model, cache, graph):
-    """-> advance(ids (B,)) -> logits (B, V): `step`, on a GPU with `graph` as replays, which overwrite their logits.
-    The cache must be reset before its first use."""
+    """-> function: ids (B,) -> logits (B, V), `step` or, on a GPU with `graph`, replays. Reset the cache first."""
     if not (graph and cache.input_pos.is_cuda):
         return lambda ids: step(model, ids, cache)
     static_ids = torch.zeros_like(cache.input_pos)
     captured, logits = capture_step(model, static_ids, cache)
-
-    def replay(ids):
-        static_ids.copy_(ids)
-        captured.replay()
-        return logits
-    return replay
+    return lambda ids: (static_ids.copy_(ids), captured.replay(), logits)[-1]
 
 
 @torch.no_grad()
@@ -333,16 +305,12 @@ def force(model: Transformer, rows, spec=None, scorers=None, *, on_logits, graph
         on_logits(t, advance(idx[:, t]))
     return cache
 
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling and the loop
-
 def sampling_probs(logits, temperature, top_p=1.0, top_k=0):
     """logits (B, V) -> fp64 probabilities in descending order (B, V), zero where filtered out, and their token ids.
-
     Temperature, then top_k (0 = off; exactly k stay, lower ids first among equals), then top_p: the fewest tokens whose
-    share of what top_k left reaches top_p, at least one.
-    """
+    share of what top_k left reaches top_p, at least one."""
     logits = logits.double() - logits.amax(-1, keepdim=True)  # first, so that a tiny temperature gives no inf - inf
     probs, ids = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     if top_k:
@@ -398,7 +366,6 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
              temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_ids=None, on_token=None, cache=None,
              graph=True) -> Generation:
     """Generate for a batch of prompts (lists of token ids, any lengths) until every row has stopped.
-
     spec and scorers as for KVCache; both None is the dense policy, with room for the longest row. max_new_tokens None:
     until an end token or max_seq_len (default: the model's). stop_ids default to the model's end tokens.
     seed: one int, row b then draws with seed + b, or one per row. A row's random numbers depend on its seed alone, so
@@ -406,9 +373,8 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     A dynamic policy has no prefill: all rows start at position 0 and step through their prompts; steps and
     decode_seconds then count from where the longest one ends.
     on_token(row, id) is called for each new token. cache: one to reuse, it is reset. graph: on a GPU, replay each step
-    as a CUDA graph. Rows that have stopped go through
-    the steps unread, to keep the shapes: their slots mean nothing after that. ValueError before any work.
-    """
+    as a CUDA graph. Rows that have stopped go through the steps unread, to keep the shapes: their slots mean nothing
+    after that. ValueError before any work."""
     config, weight = model.config, model.model.embed_tokens.weight
     max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
     stop_ids = config.eos_token_ids if stop_ids is None else stop_ids
@@ -428,17 +394,13 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     T = -(-longest // unit) * unit
     idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=weight.device)
     lengths = torch.tensor([len(p) for p in prompts], device=weight.device)
-    cache.set_prompt_lengths([len(p) for p in prompts])
-    advance = make_step(model, cache, graph)
-    dynamic = cache.layers[0].dynamic
-    n_done, first, lead = 0, [1 if dynamic else len(p) for p in prompts], longest - 1 if dynamic else 0
+    cache.set_prompt_lengths(lengths)
+    advance, dynamic, n_done = make_step(model, cache, graph), cache.layers[0].dynamic, 0
+    first, lead = [1 if dynamic else len(p) for p in prompts], longest - 1 if dynamic else 0
     start = time.perf_counter()
     try:
-        if dynamic:
-            cache.reset()
-            logits = advance(idx[:, 0])
-        else:
-            logits = prefill(model, idx, lengths, cache)  # (B, V)
+        cache.reset()
+        logits = advance(idx[:, 0]) if dynamic else prefill(model, idx, lengths, cache)  # (B, V)
         while True:  # logits are those of each row's last token so far; input_pos has counted it
             drawn = (cache.input_pos - lengths).clamp(0, noise.shape[1] - 1)[:, None]  # (B, 1)
             ids = sample(logits, noise.gather(1, drawn).squeeze(1), temperature, top_p, top_k)
@@ -454,10 +416,9 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
                     result.stop[b] = "end token"
                     continue
                 result.tokens[b].append(token)
-                if len(result.tokens[b]) == max_new_tokens:
-                    result.stop[b] = "max_new_tokens"
-                elif len(prompts[b]) + len(result.tokens[b]) == max_seq_len:
-                    result.stop[b] = "max_seq_len"
+                n = len(result.tokens[b])
+                result.stop[b] = ("max_new_tokens" if n == max_new_tokens else
+                                  "max_seq_len" if len(prompts[b]) + n == max_seq_len else None)
                 if on_token is not None:
                     on_token(b, token)
             if n_done == lead:
@@ -474,42 +435,8 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
         result.decode_seconds = time.perf_counter() - start
     return result
 
-
 # ---------------------------------------------------------------------------------------------------------------------
-# The picture and the command line
-
-def draw_kept(path, cache, ids, n_prompt, title, columns=128):
-    """Which tokens the heads hold (batch row 0): a column per token of `ids`, a row per layer, wrapped into strips.
-    Black = held by all KV heads of the layer, white = by none; hatched = past the end."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    kept = [cache.kept_positions(layer)[0] for layer in range(len(cache.layers))]
-    n_layer, n_head, n_strip = len(kept), len(kept[0]), -(-len(ids) // columns)
-    count = torch.tensor([[sum(t in head for head in heads) for t in range(len(ids))]
-                          for heads in ([set(head) for head in heads] for heads in kept)])  # (n_layer, T)
-    height = n_strip * (0.13 * n_layer + 0.42) + 1.2
-    fig, axes = plt.subplots(n_strip, 1, figsize=(17, height), squeeze=False, layout="constrained")
-    for start, ax in zip(range(0, len(ids), columns), axes[:, 0]):
-        labels = [{10: "\u21b5", 32: "\u2423"}.get(t, chr(t) if 32 < t < 127 else f"{t:x}")
-                  for t in ids[start:start + columns]]
-        image = ax.pcolormesh(count[:, start:start + columns], cmap=plt.get_cmap("Greys", n_head + 1), vmin=-0.5,
-                              vmax=n_head + 0.5, edgecolors="0.75", linewidth=0.3)
-        ax.set(xlim=(0, columns), ylim=(n_layer, 0), ylabel=f"layer\n(from {start})", yticks=[0.5, n_layer - 0.5],
-               yticklabels=[0, n_layer - 1])
-        ax.set_xticks([i + 0.5 for i in range(len(labels))], labels, family="monospace")
-        ax.tick_params(length=0, pad=1, labelsize=7)
-        ax.axvspan(len(labels), columns, facecolor="none", edgecolor="0.5", hatch="///")
-        if start <= n_prompt < start + columns:
-            ax.plot(n_prompt - start + 0.5, -0.35, "kv", markersize=5, clip_on=False)
-    axes[-1, 0].set_xlabel("token, in order of position (triangle: the first generated one)")
-    fig.suptitle(title, fontsize=10)
-    fig.colorbar(image, ax=axes[:, 0], ticks=range(n_head + 1), label="KV heads that hold the token at the end",
-                 shrink=min(1.0, 4 / height), aspect=12, pad=0.01)
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
-
-
+# The command line
 def say(text):
     print(text, file=sys.stderr, flush=True)
 
@@ -527,10 +454,8 @@ def weights_folder(folder, settings):
 
 def resolve_policy(args):
     """-> folder of the weights, policy, whether its scorers lie there, settings: --model and --policy taken together.
-
     A policy that was trained lives with its weights. One that needs no training runs on the base model, which a
-    retrofitted folder names under "base" in its scorer.json, relative to itself.
-    """
+    retrofitted folder names under "base" in its scorer.json, relative to itself."""
     folder = Path(args.model)
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint folder {args.model!r}: give one with --model")
@@ -541,11 +466,10 @@ def resolve_policy(args):
     check_policy(policy)
     if policy == "oracle":
         raise ValueError("policy oracle ranks by future attention, which no decoder has: choose another --policy")
-    trained = policy in LEARNED
-    if trained and retrofit and policy != own:
+    if policy in LEARNED and retrofit and policy != own:
         raise ValueError(f"{folder} was trained for policy {own}: give a {policy} checkpoint with --model")
-    if trained or not retrofit or policy == own:
-        return folder, policy, trained or retrofit, settings  # load_scorers says it if a folder has none
+    if policy in LEARNED or not retrofit or policy == own:
+        return folder, policy, policy in LEARNED or retrofit, settings  # load_scorers says it if a folder has none
     if not settings.get("base"):
         raise ValueError(f"{folder}/scorer.json names no base model for policy {policy}: give its folder with --model")
     base = folder / settings["base"]
@@ -567,7 +491,8 @@ def resolve_spec(args, settings, policy, config, limit):
     if any(flags[name] not in (None, own[name]) for name in own):
         raise ValueError(f"policy {policy} is defined with n_sink {own['n_sink']} and window {own['window']}: drop "
                          "--n-sink and --window")
-    charge = state_entries(policy, config.head_dim, config.group_size, own["window"])
+    options = settings.get("options") if policy == settings.get("policy") else None
+    charge = state_entries(policy, config.head_dim, config.group_size, own["window"], **(options or {}))
     spec = CacheSpec(**{**values, **own}, state_entries=charge)
     if spec.n_sink == 0 and own["n_sink"] == values["n_sink"]:
         say("warning: n_sink 0 evicts the attention sinks; most models break down beyond the budget")
@@ -599,20 +524,17 @@ def resolve_device(args):
     kind, _, index = name.partition(":")
     if name != "cpu" and (kind != "cuda" or (index or "0") not in map(str, range(torch.cuda.device_count()))):
         raise ValueError(f"--device {name!r} is not here: use cpu, or cuda:N with N < {torch.cuda.device_count()}")
-    dtype = args.dtype or ("bfloat16" if kind == "cuda" else "float32")
-    return torch.device(name), getattr(torch, dtype)
+    return torch.device(name), getattr(torch, args.dtype or ("bfloat16" if kind == "cuda" else "float32"))
 
 
 def known_record(folder, policy, spec, args):
-    """"; this checkpoint: P of M right", or "" where assets/results/first-look.json has no row for it: rows with model
-    (folder name), policy, budget (None for dense), family "both", right, problems."""
+    """"; this checkpoint: P of M right", or "" where assets/results/first-look.json has no row for it."""
     path, wanted = SHIPPED / "results" / "first-look.json", (Path(folder).name, policy, spec and spec.budget, "both")
     if Path(folder).resolve().parent != SHIPPED or args.temperature or (args.n_sink, args.window) != (None, None):
         return ""  # the record is of shipped checkpoints, greedy, with their own sinks and window
-    for row in json.loads(path.read_text()).get("rows", []) if path.is_file() else []:
-        if wanted == tuple(row.get(key) for key in ("model", "policy", "budget", "family")):
-            return f"; this checkpoint: {row['right']} of {row['problems']} right"
-    return ""
+    rows = json.loads(path.read_text()).get("rows", []) if path.is_file() else []
+    found = [r for r in rows if wanted == tuple(r.get(key) for key in ("model", "policy", "budget", "family"))]
+    return f"; this checkpoint: {found[0]['right']} of {found[0]['problems']} right" if found else ""
 
 
 def summary(result, policy, config, n_prompt):
@@ -621,10 +543,9 @@ def summary(result, policy, config, n_prompt):
     held, size, width = cache.peak_entries(), cache.nbytes(), cache.layers[0].k_cache.element_size()
     charged = held + spec.state_entries
     formula = config.n_layer * 2 * config.n_kv_head * spec.n_slots * config.head_dim * width
-    parts = (f", budget {spec.budget} = {spec.n_sink} sinks + {spec.window} window + {spec.n_select} selected + "
-             f"{spec.state_entries} scorer state")
     return [
-        f"policy: {policy}{'' if policy == 'dense' else parts}",
+        f"policy: {policy}" + (f", budget {spec.budget} = {spec.n_sink} sinks + {spec.window} window + {spec.n_select} "
+                               f"selected + {spec.state_entries} scorer state") * (policy != "dense"),
         f"entries per KV head: {held} at the peak of {seen} positions seen"
         + (f", {charged} with the scorer state" if spec.state_entries else "")
         + f"; compression {max(0.0, 1 - charged / max(1, seen)):.1%}",
@@ -681,10 +602,8 @@ def run(args):
         parent = os.path.join(os.path.dirname(args.picture) or ".", "")  # the slash: a file will not do
         if not args.picture.endswith(".png") or os.path.isdir(args.picture) or not os.access(parent, os.W_OK):
             raise ValueError(f"--picture {args.picture!r} cannot be written: give a .png file in a folder that exists")
-    scorers = None
-    if has_scorers:
-        scorers = load_scorers(folder)[0]
-    elif policy != "dense":
+    scorers = load_scorers(folder)[0] if has_scorers else None
+    if not has_scorers and policy != "dense":
         scorers = make_scorers(policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim,
                                window=spec.window, seed=args.seed)
     if scorers is not None:
@@ -706,7 +625,8 @@ def run(args):
         say(f"answer: {'right' if verdict.answer_right else 'wrong'}, trace: {verdict.message}{record}")
     if args.picture and result.seen[0]:
         ids, slots = (prompt + result.tokens[0])[:result.seen[0]], result.cache.spec.n_slots
-        draw_kept(args.picture, result.cache, ids, len(prompt),
+        kept = [result.cache.kept_positions(layer)[0] for layer in range(config.n_layer)]
+        draw_kept(args.picture, kept, ids, len(prompt),
                   f"Tokens held by policy {policy} after {len(ids)} positions, {slots} slots per KV head")
         say(f"wrote {args.picture}")
     return code

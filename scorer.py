@@ -27,7 +27,6 @@ FLOOR = -1e30  # "log of nothing": a finite stand-in for -inf, because -inf - (-
 _CLASSES = {}  # policy -> class, filled in by the classes themselves
 TINY = 1e-30  # smallest denominator; phi(q).n itself gets as small as 4e-22, so 1e-6 or 1e-20 would change scores
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The mLSTM without its projections
 def _sums_after(z):
@@ -76,7 +75,6 @@ def mlstm_chunkwise(q, k, v, ig, lf, chunk=64):
     den = near.sum(-1) + (far * norm[:, :, :-1, None]).sum(-1)  # (B, H, n, L)
     h = num / den.clamp(min=TINY)[..., None]  # clamp first: a 0/0 poisons gradients even in rows that are sliced off
     return h.flatten(2, 3)[:, :, :T], C[:, :, -1], norm[:, :, -1], m[:, :, -1]
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The common shape of a policy
@@ -165,7 +163,6 @@ class Scorer(nn.Module):
         """Decay per token of age, (H_kv,) fp32 < 0, or None for policies without it."""
         return None
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # static policies without parameters
 class Streaming(Scorer, name="streaming"):
@@ -236,7 +233,6 @@ class Oracle(Scorer, name="oracle", scores=None):
 
     def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
         raise ValueError("policy oracle needs the future, so it cannot decode; use it in the parallel form only")
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # dynamic policies: every slot is scored again after the attention of each step, before the next token evicts one
@@ -357,7 +353,6 @@ class VaSE(Dynamic, name="vase", ranges={"percent": (10, 0, 100)}):
         bar = norm.sort(-1, descending=True).values.gather(-1, (n_safe - 1).clamp(min=0))
         random = hash_uniform(self.seed, self.layer, self.n_kv_head, position).to(probs.dtype)
         return random + ((norm >= bar) & (n_safe > 0)), state
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # learned policies
@@ -542,7 +537,6 @@ class MLSTMNoDelay(MLSTM, name="kvpop-nodelay"):
         here = (leave_pos[:, None] % self.window == torch.arange(self.window, device=k.device))[:, None]
         leaving = (state["ring"] * here).sum(-1)  # (B, H_kv): q and u = q - window share their entry
         return leaving, new | {"ring": torch.where(here, now[..., None], state["ring"])}
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # making, saving, loading
