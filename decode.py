@@ -34,8 +34,8 @@ from scorer import LEARNED, POLICIES, check_policy, check_window, geometry, load
 DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder without a scorer.json
 SHIPPED = Path(__file__).resolve().parent / "assets"
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The cache
+# ------------------------------------------------------------------------------------------------------------ The cache
+
 def choose_victim(priority, position):
     """Slot to give up, (B, H_kv) int64: the lowest priority, among equals the oldest position. Exact at any precision.
     A bare argmin would break ties by slot, and the mask of training breaks them by position. Empty slots carry -inf
@@ -174,14 +174,13 @@ class KVCache:
         self.input_pos.zero_()
 
     def set_prompt_lengths(self, lengths):
-        """For a policy that never evicts prompts: their lengths, (B,) ints, after a reset and before a step; prefill
-        and generate do it by themselves. ValueError if the cache cannot hold them."""
+        """For a policy that never evicts prompts: their lengths, (B,) ints, after a reset and before a step (a prefill
+        knows them). ValueError if the cache cannot hold them."""
         for layer in self.layers:
             if "prompt" in layer.state:
                 lengths = torch.as_tensor(lengths)
                 check_prompts(layer.scorer.name, self.spec, int(lengths.max()))
                 layer.state["prompt"].copy_(lengths)
-                layer.scorer.prompt_lengths = None  # left by a teacher-forced pass over other rows
 
     def attend(self, layer, q, k, v):  # the model's while decoding
         return self.layers[layer].step(q, k, v, self.input_pos)
@@ -222,8 +221,8 @@ def check_prompts(policy, spec, longest):
         raise ValueError(f"policy {policy} never evicts the prompt, and {spec.n_sink} sinks + a prompt of {longest} + "
                          f"{spec.window} window are more than {spec.n_slots} slots: raise --budget or choose another")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The two ways to fill it
+# ---------------------------------------------------------------------------------------------- The two ways to fill it
+
 @torch.no_grad()
 def prefill(model: Transformer, idx, lengths, cache: KVCache):
     """Whole prompts: idx (B, T) int64 right-padded with anything, lengths (B,) int64 -> logits (B, V) of each row's
@@ -232,7 +231,6 @@ def prefill(model: Transformer, idx, lengths, cache: KVCache):
     layer's other keys and values are dropped. What stays is what stepping through the prompt would have kept.
     ValueError: a dynamic policy, which has no parallel form."""
     cache.reset()
-    cache.set_prompt_lengths(lengths)
     pad = torch.arange(idx.shape[1], device=idx.device) >= lengths[:, None]  # (B, T)
     idx = idx.masked_fill(pad, 0)  # whatever stands there, the embedding knows token 0
 
@@ -241,6 +239,8 @@ def prefill(model: Transformer, idx, lengths, cache: KVCache):
         if slots.scorer is None:
             priority, state = k.new_zeros(k.shape[:3]), {}
         else:
+            if "prompt" in slots.state:
+                slots.scorer.prompt_lengths = lengths
             scores, state = slots.scorer(k, v, lengths=lengths, return_state=True)  # (B, H_kv, T)
             priority = effective_priority(scores, slots.scorer.log_gamma())
         evict_at = plan(priority, cache.spec)  # a pad ranks only for queries that its row does not have
@@ -305,8 +305,8 @@ def force(model: Transformer, rows, spec=None, scorers=None, *, on_logits, graph
         on_logits(t, advance(idx[:, t]))
     return cache
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling and the loop
+# ------------------------------------------------------------------------------------------------ Sampling and the loop
+
 def sampling_probs(logits, temperature, top_p=1.0, top_k=0):
     """logits (B, V) -> fp64 probabilities in descending order (B, V), zero where filtered out, and their token ids.
     Temperature, then top_k (0 = off; exactly k stay, lower ids first among equals), then top_p: the fewest tokens whose
@@ -435,8 +435,8 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
         result.decode_seconds = time.perf_counter() - start
     return result
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
+# ----------------------------------------------------------------------------------------------------- The command line
+
 def say(text):
     print(text, file=sys.stderr, flush=True)
 

@@ -27,8 +27,8 @@ FLOOR = -1e30  # "log of nothing": a finite stand-in for -inf, because -inf - (-
 _CLASSES = {}  # policy -> class, filled in by the classes themselves
 TINY = 1e-30  # smallest denominator; phi(q).n itself gets as small as 4e-22, so 1e-6 or 1e-20 would change scores
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The mLSTM without its projections
+# ------------------------------------------------------------------------------------ The mLSTM without its projections
+
 def _sums_after(z):
     """(..., n) -> (..., n, n): entry [i, j] is the sum of z over j < u <= i (0 where j >= i). No difference of two
     cumulative sums, which cancels when a gate nearly closes; no matmul, so TF32 cannot touch the exponents."""
@@ -76,8 +76,8 @@ def mlstm_chunkwise(q, k, v, ig, lf, chunk=64):
     h = num / den.clamp(min=TINY)[..., None]  # clamp first: a 0/0 poisons gradients even in rows that are sliced off
     return h.flatten(2, 3)[:, :, :T], C[:, :, -1], norm[:, :, -1], m[:, :, -1]
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The common shape of a policy
+# ----------------------------------------------------------------------------------------- The common shape of a policy
+
 class Scorer(nn.Module):
     """Base class: dtype, detaching, padding and the window's edge. A stateless policy fills in `score`, one with state
     `score_all` and `score_one`, a dynamic one `rescore`.
@@ -163,8 +163,8 @@ class Scorer(nn.Module):
         """Decay per token of age, (H_kv,) fp32 < 0, or None for policies without it."""
         return None
 
-# ----------------------------------------------------------------------------------------------------------------------
-# static policies without parameters
+# ----------------------------------------------------------------------------------- static policies without parameters
+
 class Streaming(Scorer, name="streaming"):
     """Equal scores, so the newest stay (StreamingLLM, arXiv 2309.17453, but at absolute positions)."""
     def score(self, k, v, pos):
@@ -196,15 +196,16 @@ class Random(Scorer, name="random"):
 
 class RandomPrompt(Random, name="random-prompt", prompt_lengths=None):
     """The prompt is never evicted (and counts); generated tokens compete by `random` (arXiv 2609.03430). State:
-    "prompt" (B,) int64, each row's prompt length. The parallel form takes it from `prompt_lengths` (B,) if set, as for
-    teacher-forced rows; else the whole sequence is prompt, as in a prefill."""
+    "prompt" (B,) int64, each row's prompt length. For the parallel form the caller sets `prompt_lengths` (B,), which
+    holds for one call only, so that no other rows meet it."""
     def init_state(self, batch, device, dtype=torch.float32, group_size=1, cache_dtype=None):
         return {"prompt": torch.zeros(batch, dtype=torch.int64, device=device)}
 
     def score_all(self, k, v, real):
         pos = torch.arange(k.shape[2], device=k.device)
-        lengths = pos.new_full(k.shape[:1], len(pos)) if real is None else real.sum(-1)
-        prompt = lengths if self.prompt_lengths is None else self.prompt_lengths
+        prompt, self.prompt_lengths = self.prompt_lengths, None
+        if prompt is None:
+            raise ValueError(f"policy {self.name}: set prompt_lengths of its scorers, (B,), before each parallel pass")
         return super().score_all(k, v, real)[0].masked_fill((pos < prompt[:, None])[:, None], 2.0), {"prompt": prompt}
 
     def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
@@ -234,8 +235,8 @@ class Oracle(Scorer, name="oracle", scores=None):
     def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
         raise ValueError("policy oracle needs the future, so it cannot decode; use it in the parallel form only")
 
-# ----------------------------------------------------------------------------------------------------------------------
-# dynamic policies: every slot is scored again after the attention of each step, before the next token evicts one
+# ------ dynamic policies: every slot is scored again after the attention of each step, before the next token evicts one
+
 class Dynamic(Scorer, dynamic=True):
     """Base class. No parallel form: what step q keeps follows from what step q - 1 kept."""
     def score_all(self, k, v, real):
@@ -354,8 +355,8 @@ class VaSE(Dynamic, name="vase", ranges={"percent": (10, 0, 100)}):
         random = hash_uniform(self.seed, self.layer, self.n_kv_head, position).to(probs.dtype)
         return random + ((norm >= bar) & (n_safe > 0)), state
 
-# ----------------------------------------------------------------------------------------------------------------------
-# learned policies
+# ----------------------------------------------------------------------------------------------------- learned policies
+
 class LearnedScorer(Scorer):
     """Weights per KV head and a learned decay, alpha_h = 0 at the start:
     log gamma_h = log gamma_min + sigmoid(alpha_h) (log gamma_max - log gamma_min).
@@ -538,8 +539,8 @@ class MLSTMNoDelay(MLSTM, name="kvpop-nodelay"):
         leaving = (state["ring"] * here).sum(-1)  # (B, H_kv): q and u = q - window share their entry
         return leaving, new | {"ring": torch.where(here, now[..., None], state["ring"])}
 
-# ----------------------------------------------------------------------------------------------------------------------
-# making, saving, loading
+# ---------------------------------------------------------------------------------------------- making, saving, loading
+
 def check_policy(policy):
     if policy not in POLICIES:
         raise ValueError(f"unknown policy '{policy}'; choose one of: {', '.join(POLICIES)}")

@@ -1,5 +1,5 @@
-"""The policies against lists: each dynamic one is simulated token by token in plain Python, on a full matrix of logits of
-which it may look at the live columns only, and must keep the same positions at every step, ties included."""
+"""The policies against lists: each dynamic one is simulated token by token in plain Python, on a full matrix of logits
+of which it may look at the live columns only, and must keep the same positions at every step, ties included."""
 import math
 
 import pytest
@@ -163,7 +163,7 @@ def data(kind, T, batch=2, dtype=torch.float64, seed=0):
 
 def make_layer(policy, spec, D=8, batch=2, dtype=torch.float64, **options):
     scorer = make_scorer(policy, n_kv_head=H_KV, head_dim=D, window=spec.window, layer=1, seed=3, **options)
-    return LayerCache(shape(D), spec, batch, scorer, "cpu", dtype)
+    return LayerCache(shape(D), spec, batch, scorer.to(dtype), "cpu", dtype)
 
 
 def kept(layer):
@@ -247,13 +247,17 @@ def test_huge_values_in_unfilled_slots_change_nothing(policy, dtype):
     assert a == b and torch.equal(out_a, out_b)
 
 
-@pytest.mark.parametrize("policy", DYNAMIC)
+@pytest.mark.parametrize("policy", DYNAMIC + STATIC + ("kvpop",))
 def test_reset_clears_everything(policy):
     q, k, v = data("random", 60)
     options = OPTIONS.get(policy, {})
     used, fresh = (make_layer(policy, make_spec(policy, **options), **options) for _ in range(2))
     run(used, *(3 * z.roll(7, 2) for z in (q, k, v)), stop=33)
+    for tensor in used.state.values():
+        tensor.add_(1)  # an untrained scorer says 0, and nothing has set a prompt length
+    assert all(not torch.equal(used.state[name], fresh.state[name]) for name in fresh.state)
     used.reset()
+    assert all(torch.equal(used.state[name], fresh.state[name]) for name in fresh.state)
     for name in ("k_cache", "v_cache", "priority", "position"):
         assert torch.equal(getattr(used, name), getattr(fresh, name)), name
     (a, out_a), (b, out_b) = run(used, q, k, v), run(fresh, q, k, v)
@@ -284,7 +288,7 @@ def test_a_dynamic_policy_has_no_parallel_form(policy):
 
 
 def test_snapkv_keeps_a_run_of_neighbours_and_rkv_drops_copies():
-    """Their point, on data made for it. Every query reads token 9 alone: SnapKV keeps its neighbours too, TOVA need not.
+    """Their point, on data made for it. Every query reads token 9 alone: SnapKV keeps its neighbours too.
     Tokens 10 .. 19 are copies of one key, the others are all different: R-KV drops copies first."""
     q, k, v = data("random", 60, 1)
     q = k[:, [0, 0, 1, 1], 9:10].expand_as(q) * 4
@@ -367,6 +371,13 @@ def forced(model, rows, policy, spec=None, **options):
     return [torch.stack(logits, 1)[b, :len(row)] for b, row in enumerate(rows)], cache, held
 
 
+def assert_same_state(one, two):
+    for a, b in zip(one.layers, two.layers):
+        assert a.state.keys() == b.state.keys()
+        for name in a.state:
+            close(a.state[name].double(), b.state[name].double())
+
+
 @pytest.mark.parametrize("policy", (*STATIC, "kvpop", "streaming", "knorm"))
 def test_forced_rows_equal_the_masked_pass(policy):
     model, prompts = make_model(), [4, 9, 1]
@@ -391,11 +402,11 @@ def test_prefill_and_steps_equal_stepping_alone(policy):
         logits, stepped, held = forced(model, [row], policy, spec, **extra)
         cache = KVCache(model.config, spec, 1, make_scorers(policy), dtype=torch.float64)
         close(prefill(model, torch.tensor([row[:n] + [7] * 3]), torch.tensor([n]), cache)[0], logits[0][n - 1])
+        assert_same_state(cache, forced(model, [row[:n]], policy, spec, **extra)[1])
         for t in range(n, 60):
             assert [cache.kept_positions(i) for i in range(2)] == held[t - 1]
             close(step(model, torch.tensor(row[t:t + 1]), cache)[0], logits[0][t])
-        for a, b in zip(cache.layers, stepped.layers):
-            assert all(torch.allclose(a.state[name].double(), b.state[name].double(), atol=1e-9) for name in b.state)
+        assert_same_state(cache, stepped)
 
 
 @pytest.mark.parametrize("policy", DYNAMIC)
@@ -409,7 +420,7 @@ def test_a_budget_that_holds_everything_is_dense(policy):
 
 @pytest.mark.parametrize("policy", DYNAMIC + STATIC)
 def test_generate_is_exact_and_rows_are_independent(policy):
-    """A batch of unequal prompts = each alone = the same text forced; at the peak the budget is full, state included."""
+    """A batch of unequal prompts = each alone = the same text forced; the peak is the budget, state included."""
     model, spec = make_model(), policy_spec(policy, 14)
     prompts = [tokens(n, seed=n) for n in (1, 6, 9, 12)] + ([] if policy == "random-prompt" else [tokens(40, seed=5)])
     options = dict(max_new_tokens=30, stop_ids=[])
@@ -436,6 +447,9 @@ def test_sampling_and_stops_under_a_dynamic_policy(policy):
     assert generate(model, prompts[::-1], spec, scorers, seed=[7, 6, 5], **options).tokens == first[::-1]
     for row in range(3):
         assert generate(model, [prompts[row]], spec, scorers, seed=5 + row, **options).tokens == [first[row]]
+    wide = policy_spec(policy, 60)  # holds everything, so each row draws what the dense policy draws
+    assert generate(model, prompts, wide, scorers, seed=5, **options).tokens == \
+        generate(model, prompts, seed=5, **options).tokens
     stop = next(t for t in first[0] if t in prompts[2])  # in a prompt an end token ends nothing
     result = generate(model, prompts, spec, scorers, seed=5, **{**options, "stop_ids": [stop]})
     for row, out in enumerate(first):
@@ -486,7 +500,7 @@ def test_random_prompt_keeps_the_prompt_and_refuses_what_cannot_fit():
         for heads in (result.cache.kept_positions(i)[row] for i in range(2)):
             assert all(set(range(n)) <= set(head) and len(head) == spec.n_slots for head in heads)
             assert heads[0] != heads[1]
-    for i in range(2):  # a prompt that has run out is forgotten with the next one
+    for i in range(2):  # left over by somebody
         scorers[i].prompt_lengths = torch.tensor([50, 50])
     again = generate(model, [prompt, prompt[:3]], spec, scorers, max_new_tokens=60, stop_ids=[], cache=result.cache)
     assert again.tokens == result.tokens
@@ -499,11 +513,14 @@ def test_random_prompt_keeps_the_prompt_and_refuses_what_cannot_fit():
 
 def test_random_prompt_without_a_prompt_is_random():
     _, k, v = data("random", 60)
-    scorers = [make_scorer(p, n_kv_head=H_KV, head_dim=8, window=5, layer=1, seed=3) for p in ("random-prompt", "random")]
+    scorers = [make_scorer(policy, n_kv_head=H_KV, head_dim=8, window=5, layer=1, seed=3)
+               for policy in ("random-prompt", "random")]
     scorers[0].prompt_lengths = torch.tensor([0, 7])
     scores, plain = scorers[0](k, v), scorers[1](k, v)
     assert torch.equal(scores[0], plain[0]) and torch.equal(scores[1, :, 7:], plain[1, :, 7:])
     assert (scores[1, :, :7] > plain.max()).all()
+    with pytest.raises(ValueError, match="before each parallel pass"):
+        scorers[0](k, v)
 
 
 def test_tova_layer_decides_for_all_heads_and_protects_nothing():
@@ -530,7 +547,8 @@ def test_parallel_and_one_step_form_agree(policy):
             end, kb, vb = s.init_state(1, "cpu", torch.float64), k[b:b + 1, :, :n], v[b:b + 1, :, :n]
             for q in range(n):
                 at = max(0, min(q - window + s.shift, q))
-                score, end = s.step(end, kb[:, :, q], vb[:, :, q], kb[:, :, at], vb[:, :, at], torch.tensor([q - window]))
+                leave = kb[:, :, at], vb[:, :, at], torch.tensor([q - window])
+                score, end = s.step(end, kb[:, :, q], vb[:, :, q], *leave)
                 if q >= window:
                     close(scores[b, :, q - window], score[0], 1e-10)
             for name in end:
@@ -592,9 +610,11 @@ def test_state_is_charged_as_stored():
 
 @pytest.mark.parametrize("policy, options, message", [
     ("h2o", {"n_queries": 3}, "h2o has no option 'n_queries'"), ("snapkv", {"mix": 0.1}, "snapkv has no option 'mix'"),
-    ("snapkv", {"n_queries": 5, "reach": -1}, "reach must be int, 0 to"), ("rkv", {"n_queries": 6}, "n_queries must be int, 1 to 5, got 6"),
+    ("snapkv", {"n_queries": 5, "reach": -1}, "reach must be int, 0 to"),
+    ("rkv", {"n_queries": 6}, "n_queries must be int, 1 to 5, got 6"),
     ("rkv", {"n_queries": 0}, "n_queries"), ("vase", {"percent": 101}, "percent"),
-    ("vase", {"percent": 2.5}, "percent must be int"), ("rkv", {"n_queries": 5, "mix": 1.5}, "mix must be float, 0 to 1"),
+    ("vase", {"percent": 2.5}, "percent must be int"),
+    ("rkv", {"n_queries": 5, "mix": 1.5}, "mix must be float, 0 to 1"),
     ("dms-cap", {"taus": 3}, "dms-cap has no option 'taus'"), ("kvpop-nodelay", {"delay": 5}, "delay must be"),
     ("position", {"skip_width": 3}, "position has no option 'skip_width'")])
 def test_options_are_checked(policy, options, message):
@@ -603,7 +623,8 @@ def test_options_are_checked(policy, options, message):
 
 
 @pytest.mark.parametrize("policy, options", [("kvpop-nodelay", {"skip_width": 5}), ("position", {"hidden": 7}),
-                                             ("dms-cap", {"offset": 4.0}), ("rkv", {"mix": 0.2}), ("vase", {"percent": 5})])
+                                             ("dms-cap", {"offset": 4.0}), ("rkv", {"mix": 0.2}),
+                                             ("vase", {"percent": 5})])
 def test_save_and_load(policy, options, tmp_path):
     scorers = make_scorers(policy, torch.float32, **options)
     save_scorers(scorers, tmp_path, {"n_sink": 2, "window": 5, "budget": 40})
