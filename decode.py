@@ -4,7 +4,8 @@ What this file holds, bottom-up:
   LayerCache, KVCache   the static tensors of one layer and of all; `step` evicts one entry and writes one
   prefill, step         whole prompts under the mask of training, keeping each layer's survivors; then a token a row
   sample, generate      filters, per-row randomness, the batched loop with its stop reasons
-  draw_kept, main       which tokens every layer still holds, as a picture; the command line
+  force                 given rows through the same decode step: how a dynamic policy is measured
+  main                  the command line
 How it departs from a vanilla KV cache: a slot is not a position. A new token takes the slot of the token evicted for
 it, so nothing moves; keys are stored rotated at their absolute position, which is kept beside each slot. No branch
 looks at data and no tensor changes its address, so a step can be captured in one CUDA graph. The dense policy is the
@@ -26,23 +27,19 @@ import torch.nn.functional as F
 
 from data.tokenizer import EOT, decode, encode_checked
 from data.traces import FAMILIES, check, make_problem
-from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
+from flex_masks import NEVER, CacheSpec, attention, draw_kept, effective_priority, plan
 from model import ModelConfig, Transformer, load_model, read_json
-from scorer import check_window, load_scorers, make_scorers, state_entries
+from scorer import LEARNED, POLICIES, check_policy, check_window, geometry, load_scorers, make_scorers, state_entries
 
 DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder without a scorer.json
 SHIPPED = Path(__file__).resolve().parent / "assets"
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The cache
+# ------------------------------------------------------------------------------------------------------------ The cache
 
 def choose_victim(priority, position):
     """Slot to give up, (B, H_kv) int64: the lowest priority, among equals the oldest position. Exact at any precision.
-
     A bare argmin would break ties by slot, and the mask of training breaks them by position. Empty slots carry -inf
-    and position slot - N, so that the same rule fills slots 0, 1, 2, ... before anything is evicted.
-    """
+    and position slot - N, so that the same rule fills slots 0, 1, 2, ... before anything is evicted."""
     lowest = priority.amin(-1, keepdim=True)  # (B, H_kv, 1)
     return position.masked_fill(priority > lowest, NEVER).argmin(-1)
 
@@ -51,15 +48,15 @@ class LayerCache:
     """The slots of one layer, all tensors static:
 
     k_cache, v_cache  (B, H_kv, N, D)   keys after RoPE at absolute positions
-    priority          (B, H_kv, N)      fp32; +inf on sinks and on tokens in the window, -inf on empty slots
+    priority          (B, H_kv, N)      fp32; +inf on sinks and on tokens in the window, -inf on empty slots; of a
+                                        dynamic policy the bare scores, and sinks and window are protected in the step
     position          (B, H_kv, N)      int32, absolute; negative on empty slots
     ring              (B, H_kv, window) int32; entry t % window is the slot of token t of the window
     state             the scorer's own, dict of fp32 tensors
-    With an fp64 model (tests) priority and state are fp64. scorer None: the window is all there is.
-    """
+    With an fp64 model (tests) priority and state are fp64. scorer None: the window is all there is."""
 
     def __init__(self, config, spec, batch, scorer, device, dtype):
-        self.spec, self.scorer = spec, scorer
+        self.spec, self.scorer, self.dynamic = spec, scorer, scorer is not None and scorer.dynamic
         self.wide = torch.promote_types(dtype, torch.float32)
         heads = (batch, config.n_kv_head)
         self.k_cache = torch.empty(*heads, spec.n_slots, config.head_dim, device=device, dtype=dtype)
@@ -67,20 +64,20 @@ class LayerCache:
         self.priority = torch.empty(*heads, spec.n_slots, device=device, dtype=self.wide)
         self.position = torch.empty(*heads, spec.n_slots, device=device, dtype=torch.int32)
         self.ring = torch.empty(*heads, spec.window, device=device, dtype=torch.int32)
-        self.state = {} if scorer is None else scorer.init_state(batch, device, self.wide)
+        shape = dict(group_size=config.group_size, cache_dtype=dtype) if self.dynamic else {}
+        self.empty_state = lambda: {} if scorer is None else scorer.init_state(batch, device, self.wide, **shape)
+        self.state = self.empty_state()
         self.b = torch.arange(batch, device=device)[:, None]  # (B, 1), with h and a (B, H_kv) slot: one entry a head
         self.h = torch.arange(config.n_kv_head, device=device)[None]  # (1, H_kv)
         self.reset()
 
     def reset(self):
         """Empty, in place."""
-        self.k_cache.zero_()
-        self.v_cache.zero_()
+        for tensor in (self.k_cache, self.v_cache, self.ring):
+            tensor.zero_()
         self.priority.fill_(-math.inf)
         self.position.copy_(torch.arange(-self.spec.n_slots, 0, device=self.position.device))
-        self.ring.zero_()
-        if self.scorer is not None:
-            self.set_state(self.scorer.init_state(self.b.shape[0], self.b.device, self.wide))
+        self.set_state(self.empty_state())
 
     def set_state(self, state):
         for name, tensor in self.state.items():
@@ -88,10 +85,8 @@ class LayerCache:
 
     def fill(self, k, v, priority, evict_at, lengths, state):
         """Take over what a masked pass over right-padded prompts leaves; the cache must be empty.
-
         k, v (B, H_kv, T, D), priority and evict_at (B, H_kv, T), lengths (B,). A row's survivors are the tokens that
-        its last query sees, itself included; they go to slots 0, 1, 2, ... in time order, pads nowhere.
-        """
+        its last query sees, itself included; they go to slots 0, 1, 2, ... in time order, pads nowhere."""
         N, window, T = self.spec.n_slots, self.spec.window, k.shape[2]
         n, last = min(N, T), (lengths - 1)[:, None, None]  # last query of each row
         alive = (torch.arange(T, device=k.device) <= last) & (evict_at > last)  # (B, H_kv, T)
@@ -113,59 +108,81 @@ class LayerCache:
 
     def step(self, q, k, v, input_pos):
         """One token per row at absolute positions input_pos (B,): evict, write, attend.
-
-        q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels.
-        """
-        b, h, n_sink, window = self.b, self.h, self.spec.n_sink, self.spec.window
+        q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels."""
+        b, h, window, scorer = self.b, self.h, self.spec.window, self.scorer
         k, v = k.squeeze(2), v.squeeze(2)  # (B, H_kv, D)
-        entry = (input_pos % window)[:, None]  # (B, 1)
-        if self.scorer is not None:  # token u = q - window leaves the window: score it, let it compete
+        entry, priority = (input_pos % window)[:, None], self.priority  # (B, 1)
+        if self.dynamic:
+            priority = priority.masked_fill((self.position >= 0) & ~self.candidates(input_pos), math.inf)
+        elif scorer is not None:  # token u = q - window leaves the window: score it, let it compete
             u = input_pos - window  # (B,)
             slot = self.ring[b, h, entry].long()  # (B, H_kv); read here, written below for token q
-            score, state = self.scorer.step(self.state, k, v, self.k_cache[b, h, slot], self.v_cache[b, h, slot], u)
+            # a policy may decide by a token after u, in the cache unless it is q itself
+            read = self.ring[b, h, (entry + scorer.shift) % window].long() if scorer.shift else slot
+            leave = (self.k_cache[b, h, read], self.v_cache[b, h, read]) if scorer.shift < window else (k, v)
+            score, state = scorer.step(self.state, k, v, *leave, u)
             self.set_state(state)
-            new = effective_priority(score, self.scorer.log_gamma(), u[:, None]).to(self.wide)
+            new = effective_priority(score, scorer.log_gamma(), u[:, None]).to(self.wide)
             # sinks stay at +inf; rows where nothing has left yet (u < 0) rewrite what is there
-            new = torch.where(u[:, None] >= n_sink, new, self.priority[b, h, slot])
-            self.priority.index_put_((b, h, slot), new)
-        slot = choose_victim(self.priority, self.position)  # decided before the write: never more than N entries
+            new = torch.where(u[:, None] >= self.spec.n_sink, new, priority[b, h, slot])
+            priority.index_put_((b, h, slot), new)
+        slot = choose_victim(priority, self.position)  # decided before the write: never more than N entries
         # index_put_ and not scatter_: with an expanded index the compiler would copy the whole cache every step
         self.k_cache.index_put_((b, h, slot), k)
         self.v_cache.index_put_((b, h, slot), v)
-        self.priority.index_put_((b, h, slot), self.priority.new_full((), math.inf))
+        self.priority.index_put_((b, h, slot), self.priority.new_full((), 0.0 if self.dynamic else math.inf))
         self.position.index_put_((b, h, slot), input_pos[:, None].int())
         self.ring.index_put_((b, h, entry), slot.int())
-        visible = (self.position >= 0)[:, :, None]  # (B, H_kv, 1, N): all true from q = N - 1 on
+        live = self.position >= 0  # (B, H_kv, N): all true from q = N - 1 on
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, group_size, D): a group's heads as its queries
-        out = F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=visible)
-        # A policy that updates its scores from attention would take this step's probabilities (B, H, N) here.
+        if not self.dynamic:
+            out = F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=live[:, :, None])
+            return out.reshape(q.shape)
+        with torch.autocast(q.device.type, enabled=False):  # the same attention, but with its probabilities
+            logits = grouped.to(self.wide) @ self.k_cache.to(self.wide).mT * k.shape[-1] ** -0.5
+            probs = logits.masked_fill(~live[:, :, None], -math.inf).softmax(-1)  # (B, H_kv, group_size, N)
+            out = (probs @ self.v_cache.to(self.wide)).to(q.dtype)
+            scores, state = scorer.rescore(self.state, q.squeeze(2), self.k_cache, self.v_cache, probs.flatten(1, 2),
+                                           self.position, input_pos, self.priority.masked_fill(~live, 0.0),
+                                           self.candidates(input_pos + 1))
+        self.set_state(state)
+        self.priority.copy_(effective_priority(scores).masked_fill(~live, -math.inf))
         return out.reshape(q.shape)
+
+    def candidates(self, q):
+        """(B, H_kv, N) bool: the tokens that query q (B,) may evict, neither sinks nor in its window."""
+        return (self.position >= self.spec.n_sink) & (self.position <= (q - self.spec.window)[:, None, None])
 
 
 class KVCache:
     """All layers, and `input_pos` (B,) int64, the position of each row's next token.
-
     spec: CacheSpec. scorers: one per layer, or None for the dense policy with `dense_spec`. Memory for any length:
-    n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state.
-    """
+    n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state."""
 
     def __init__(self, config: ModelConfig, spec: CacheSpec, batch, scorers=None, device="cpu", dtype=torch.float32):
         if scorers is None and (spec.n_sink or spec.n_select):
             raise ValueError("a cache without scorers cannot select: give one scorer per layer, or dense_spec(limit)")
         if scorers is not None:
             check_scorers(scorers, config, spec)
-        self.spec = spec
-        self.layers = [LayerCache(config, spec, batch, scorers[i] if scorers is not None else None, device, dtype)
+        self.spec, self.input_pos = spec, torch.zeros(batch, dtype=torch.int64, device=device)
+        self.layers = [LayerCache(config, spec, batch, None if scorers is None else scorers[i], device, dtype)
                        for i in range(config.n_layer)]
-        self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def reset(self):
         for layer in self.layers:
             layer.reset()
         self.input_pos.zero_()
 
-    def attend(self, layer, q, k, v):
-        """The model's `attend` while decoding."""
+    def set_prompt_lengths(self, lengths):
+        """For a policy that never evicts prompts: their lengths, (B,) ints, after a reset and before a step (a prefill
+        knows them). ValueError if the cache cannot hold them."""
+        for layer in self.layers:
+            if "prompt" in layer.state:
+                lengths = torch.as_tensor(lengths)
+                check_prompts(layer.scorer.name, self.spec, int(lengths.max()))
+                layer.state["prompt"].copy_(lengths)
+
+    def attend(self, layer, q, k, v):  # the model's while decoding
         return self.layers[layer].step(q, k, v, self.input_pos)
 
     def kept_positions(self, layer):
@@ -177,7 +194,7 @@ class KVCache:
         return max(int((layer.position >= 0).sum(-1).max()) for layer in self.layers)
 
     def nbytes(self):
-        """Bytes held, measured: `cache` (keys and values), `bookkeeping` (priority, position, ring) and `state`."""
+        """Bytes held, measured: keys and values, priority with position and ring, the scorers' state."""
         return dict(cache=sum(x.k_cache.nbytes + x.v_cache.nbytes for x in self.layers),
                     bookkeeping=sum(x.priority.nbytes + x.position.nbytes + x.ring.nbytes for x in self.layers),
                     state=sum(t.nbytes for x in self.layers for t in x.state.values()))
@@ -198,17 +215,21 @@ def check_scorers(scorers, config, spec):
     check_window(scorers, spec.window)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The two ways to fill it
+def check_prompts(policy, spec, longest):
+    """ValueError when a policy never evicts the prompt, and sinks, prompt and window do not fit in the slots."""
+    if policy == "random-prompt" and spec.n_sink + longest + spec.window > spec.n_slots:
+        raise ValueError(f"policy {policy} never evicts the prompt, and {spec.n_sink} sinks + a prompt of {longest} + "
+                         f"{spec.window} window are more than {spec.n_slots} slots: raise --budget or choose another")
+
+# ---------------------------------------------------------------------------------------------- The two ways to fill it
 
 @torch.no_grad()
 def prefill(model: Transformer, idx, lengths, cache: KVCache):
     """Whole prompts: idx (B, T) int64 right-padded with anything, lengths (B,) int64 -> logits (B, V) of each row's
     last token. Afterwards the cache has seen queries 0 .. length - 1, and the next step is q = length.
-
     Layer by layer: parallel scores -> priority -> evict_at -> masked attention; the survivors go to the slots, the
     layer's other keys and values are dropped. What stays is what stepping through the prompt would have kept.
-    """
+    ValueError: a dynamic policy, which has no parallel form."""
     cache.reset()
     pad = torch.arange(idx.shape[1], device=idx.device) >= lengths[:, None]  # (B, T)
     idx = idx.masked_fill(pad, 0)  # whatever stands there, the embedding knows token 0
@@ -218,6 +239,8 @@ def prefill(model: Transformer, idx, lengths, cache: KVCache):
         if slots.scorer is None:
             priority, state = k.new_zeros(k.shape[:3]), {}
         else:
+            if "prompt" in slots.state:
+                slots.scorer.prompt_lengths = lengths
             scores, state = slots.scorer(k, v, lengths=lengths, return_state=True)  # (B, H_kv, T)
             priority = effective_priority(scores, slots.scorer.log_gamma())
         evict_at = plan(priority, cache.spec)  # a pad ranks only for queries that its row does not have
@@ -238,9 +261,8 @@ def step(model: Transformer, idx, cache: KVCache):
 
 
 def capture_step(model, ids, cache):
-    """`step` as a CUDA graph: replay() reads the ids (B,) of this very tensor. -> graph, logits (B, V), overwritten by
-    each replay. Launching its kernels one by one would take longer than running them. Leaves the cache in disorder:
-    capture before prefill, which resets it in place."""
+    """`step` as a CUDA graph, since launching its kernels one by one takes longer than running them: replay() reads
+    ids (B,), this very tensor. -> graph, logits (B, V), overwritten by each replay. Reset the cache afterwards."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # kernels and workspaces must exist before the capture
@@ -253,15 +275,42 @@ def capture_step(model, ids, cache):
     return graph, logits
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling and the loop
+def make_step(model, cache, graph):
+    """-> function: ids (B,) -> logits (B, V), `step` or, on a GPU with `graph`, replays. Reset the cache first."""
+    if not (graph and cache.input_pos.is_cuda):
+        return lambda ids: step(model, ids, cache)
+    static_ids = torch.zeros_like(cache.input_pos)
+    captured, logits = capture_step(model, static_ids, cache)
+    return lambda ids: (static_ids.copy_(ids), captured.replay(), logits)[-1]
+
+
+@torch.no_grad()
+def force(model: Transformer, rows, spec=None, scorers=None, *, on_logits, graph=True, prompt_lengths=None,
+          cache=None) -> KVCache:
+    """Teacher-forced: whole rows (lists of token ids, any lengths) through the decode step of any policy, from position
+    0. Calls on_logits(t, logits (B, V)) after step t; rows with t >= their length mean nothing. With a graph the next
+    step overwrites logits, so copy what is to stay. For a static policy it is the masked pass, up to rounding.
+    prompt_lengths: one int a row, for policies that treat prompts apart. spec, scorers, cache as for `generate`."""
+    weight = model.model.embed_tokens.weight
+    if not rows or not all(rows):
+        raise ValueError("a row to force is empty: give at least one token")
+    T = max(map(len, rows))
+    cache = cache or KVCache(model.config, spec or dense_spec(T), len(rows), scorers, weight.device, weight.dtype)
+    idx = torch.tensor([row + [0] * (T - len(row)) for row in rows], device=weight.device)
+    advance = make_step(model, cache, graph)
+    cache.reset()
+    if prompt_lengths is not None:
+        cache.set_prompt_lengths(prompt_lengths)
+    for t in range(T):
+        on_logits(t, advance(idx[:, t]))
+    return cache
+
+# ------------------------------------------------------------------------------------------------ Sampling and the loop
 
 def sampling_probs(logits, temperature, top_p=1.0, top_k=0):
     """logits (B, V) -> fp64 probabilities in descending order (B, V), zero where filtered out, and their token ids.
-
     Temperature, then top_k (0 = off; exactly k stay, lower ids first among equals), then top_p: the fewest tokens whose
-    share of what top_k left reaches top_p, at least one.
-    """
+    share of what top_k left reaches top_p, at least one."""
     logits = logits.double() - logits.amax(-1, keepdim=True)  # first, so that a tiny temperature gives no inf - inf
     probs, ids = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     if top_k:
@@ -317,15 +366,15 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
              temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_ids=None, on_token=None, cache=None,
              graph=True) -> Generation:
     """Generate for a batch of prompts (lists of token ids, any lengths) until every row has stopped.
-
     spec and scorers as for KVCache; both None is the dense policy, with room for the longest row. max_new_tokens None:
     until an end token or max_seq_len (default: the model's). stop_ids default to the model's end tokens.
     seed: one int, row b then draws with seed + b, or one per row. A row's random numbers depend on its seed alone, so
     it draws the same text in any batch and on any device, up to what rounding does to the logits.
+    A dynamic policy has no prefill: all rows start at position 0 and step through their prompts; steps and
+    decode_seconds then count from where the longest one ends.
     on_token(row, id) is called for each new token. cache: one to reuse, it is reset. graph: on a GPU, replay each step
-    as a CUDA graph. Rows that have stopped go through
-    the steps unread, to keep the shapes: their slots mean nothing after that. ValueError before any work.
-    """
+    as a CUDA graph. Rows that have stopped go through the steps unread, to keep the shapes: their slots mean nothing
+    after that. ValueError before any work."""
     config, weight = model.config, model.model.embed_tokens.weight
     max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
     stop_ids = config.eos_token_ids if stop_ids is None else stop_ids
@@ -345,40 +394,40 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     T = -(-longest // unit) * unit
     idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=weight.device)
     lengths = torch.tensor([len(p) for p in prompts], device=weight.device)
-    graph = graph and weight.is_cuda
-    if graph:
-        static_ids = torch.zeros(B, dtype=torch.int64, device=weight.device)
-        captured, static_logits = capture_step(model, static_ids, cache)
+    cache.set_prompt_lengths(lengths)
+    advance, dynamic, n_done = make_step(model, cache, graph), cache.layers[0].dynamic, 0
+    first, lead = [1 if dynamic else len(p) for p in prompts], longest - 1 if dynamic else 0
     start = time.perf_counter()
     try:
-        logits = prefill(model, idx, lengths, cache)  # (B, V)
-        while True:
-            ids = sample(logits, noise[:, result.steps if temperature else 0], temperature, top_p, top_k)
+        cache.reset()
+        logits = advance(idx[:, 0]) if dynamic else prefill(model, idx, lengths, cache)  # (B, V)
+        while True:  # logits are those of each row's last token so far; input_pos has counted it
+            drawn = (cache.input_pos - lengths).clamp(0, noise.shape[1] - 1)[:, None]  # (B, 1)
+            ids = sample(logits, noise.gather(1, drawn).squeeze(1), temperature, top_p, top_k)
+            given = idx.gather(1, cache.input_pos.clamp(max=T - 1)[:, None]).squeeze(1)
+            ids = torch.where(cache.input_pos < lengths, given, ids)  # a dynamic policy may still be in the prompt
             for b, token in enumerate(ids.tolist()):  # the one wait for the device in a step
                 if result.stop[b] is not None:
                     continue
-                result.seen[b] = len(prompts[b]) + result.steps
+                result.seen[b] = first[b] + n_done
+                if result.seen[b] < len(prompts[b]):
+                    continue
                 if token in stop_ids:
                     result.stop[b] = "end token"
                     continue
                 result.tokens[b].append(token)
-                if len(result.tokens[b]) == max_new_tokens:
-                    result.stop[b] = "max_new_tokens"
-                elif len(prompts[b]) + len(result.tokens[b]) == max_seq_len:
-                    result.stop[b] = "max_seq_len"
+                n = len(result.tokens[b])
+                result.stop[b] = ("max_new_tokens" if n == max_new_tokens else
+                                  "max_seq_len" if len(prompts[b]) + n == max_seq_len else None)
                 if on_token is not None:
                     on_token(b, token)
-            if result.steps == 0:
+            if n_done == lead:
                 result.prefill_seconds, start = time.perf_counter() - start, time.perf_counter()
             if all(result.stop):
                 break
-            if graph:
-                static_ids.copy_(ids)
-                captured.replay()
-                logits = static_logits
-            else:
-                logits = step(model, ids, cache)
-            result.steps += 1
+            logits = advance(ids)
+            n_done += 1
+            result.steps = max(0, n_done - lead)
     except KeyboardInterrupt:
         result.stop = [reason or "interrupted" for reason in result.stop]
         raise Interrupted(result) from None
@@ -386,41 +435,7 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
         result.decode_seconds = time.perf_counter() - start
     return result
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The picture and the command line
-
-def draw_kept(path, cache, ids, n_prompt, title, columns=128):
-    """Which tokens the heads hold (batch row 0): a column per token of `ids`, a row per layer, wrapped into strips.
-    Black = held by all KV heads of the layer, white = by none; hatched = past the end."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    kept = [cache.kept_positions(layer)[0] for layer in range(len(cache.layers))]
-    n_layer, n_head, n_strip = len(kept), len(kept[0]), -(-len(ids) // columns)
-    count = torch.tensor([[sum(t in head for head in heads) for t in range(len(ids))]
-                          for heads in ([set(head) for head in heads] for heads in kept)])  # (n_layer, T)
-    height = n_strip * (0.13 * n_layer + 0.42) + 1.2
-    fig, axes = plt.subplots(n_strip, 1, figsize=(17, height), squeeze=False, layout="constrained")
-    for start, ax in zip(range(0, len(ids), columns), axes[:, 0]):
-        labels = [{10: "\u21b5", 32: "\u2423"}.get(t, chr(t) if 32 < t < 127 else f"{t:x}")
-                  for t in ids[start:start + columns]]
-        image = ax.pcolormesh(count[:, start:start + columns], cmap=plt.get_cmap("Greys", n_head + 1), vmin=-0.5,
-                              vmax=n_head + 0.5, edgecolors="0.75", linewidth=0.3)
-        ax.set(xlim=(0, columns), ylim=(n_layer, 0), ylabel=f"layer\n(from {start})", yticks=[0.5, n_layer - 0.5],
-               yticklabels=[0, n_layer - 1])
-        ax.set_xticks([i + 0.5 for i in range(len(labels))], labels, family="monospace")
-        ax.tick_params(length=0, pad=1, labelsize=7)
-        ax.axvspan(len(labels), columns, facecolor="none", edgecolor="0.5", hatch="///")
-        if start <= n_prompt < start + columns:
-            ax.plot(n_prompt - start + 0.5, -0.35, "kv", markersize=5, clip_on=False)
-    axes[-1, 0].set_xlabel("token, in order of position (triangle: the first generated one)")
-    fig.suptitle(title, fontsize=10)
-    fig.colorbar(image, ax=axes[:, 0], ticks=range(n_head + 1), label="KV heads that hold the token at the end",
-                 shrink=min(1.0, 4 / height), aspect=12, pad=0.01)
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
-
+# ----------------------------------------------------------------------------------------------------- The command line
 
 def say(text):
     print(text, file=sys.stderr, flush=True)
@@ -439,10 +454,8 @@ def weights_folder(folder, settings):
 
 def resolve_policy(args):
     """-> folder of the weights, policy, whether its scorers lie there, settings: --model and --policy taken together.
-
     A policy that was trained lives with its weights. One that needs no training runs on the base model, which a
-    retrofitted folder names under "base" in its scorer.json, relative to itself.
-    """
+    retrofitted folder names under "base" in its scorer.json, relative to itself."""
     folder = Path(args.model)
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint folder {args.model!r}: give one with --model")
@@ -450,14 +463,13 @@ def resolve_policy(args):
     settings = read_json(folder / "scorer.json") if retrofit else DEFAULTS
     own = settings.get("policy") if retrofit else "dense"
     policy = args.policy or own
-    state_entries(policy, 2)  # refuses an unknown name
+    check_policy(policy)
     if policy == "oracle":
         raise ValueError("policy oracle ranks by future attention, which no decoder has: choose another --policy")
-    trained = policy in ("kvpop", "kvpop-mlp")
-    if trained and retrofit and policy != own:
+    if policy in LEARNED and retrofit and policy != own:
         raise ValueError(f"{folder} was trained for policy {own}: give a {policy} checkpoint with --model")
-    if trained or not retrofit or policy == own:
-        return folder, policy, trained or retrofit, settings  # load_scorers says it if a folder has none
+    if policy in LEARNED or not retrofit or policy == own:
+        return folder, policy, policy in LEARNED or retrofit, settings  # load_scorers says it if a folder has none
     if not settings.get("base"):
         raise ValueError(f"{folder}/scorer.json names no base model for policy {policy}: give its folder with --model")
     base = folder / settings["base"]
@@ -475,8 +487,14 @@ def resolve_spec(args, settings, policy, config, limit):
     values = {name: settings.get(name) if value is None else value for name, value in flags.items()}
     if odd := [name for name, value in values.items() if type(value) is not int]:
         raise ValueError(f"scorer.json gives no integer {odd[0]}: give it with --{odd[0].replace('_', '-')}")
-    spec = CacheSpec(**values, state_entries=state_entries(policy, config.head_dim))
-    if spec.n_sink == 0:
+    own = dict(zip(("n_sink", "window"), geometry(policy, values["n_sink"], values["window"])))
+    if any(flags[name] not in (None, own[name]) for name in own):
+        raise ValueError(f"policy {policy} is defined with n_sink {own['n_sink']} and window {own['window']}: drop "
+                         "--n-sink and --window")
+    options = settings.get("options") if policy == settings.get("policy") else None
+    charge = state_entries(policy, config.head_dim, config.group_size, own["window"], **(options or {}))
+    spec = CacheSpec(**{**values, **own}, state_entries=charge)
+    if spec.n_sink == 0 and own["n_sink"] == values["n_sink"]:
         say("warning: n_sink 0 evicts the attention sinks; most models break down beyond the budget")
     most = max(limit, spec.n_sink + spec.window) + spec.state_entries  # no token would reach more slots
     return replace(spec, budget=min(spec.budget, most))
@@ -506,20 +524,17 @@ def resolve_device(args):
     kind, _, index = name.partition(":")
     if name != "cpu" and (kind != "cuda" or (index or "0") not in map(str, range(torch.cuda.device_count()))):
         raise ValueError(f"--device {name!r} is not here: use cpu, or cuda:N with N < {torch.cuda.device_count()}")
-    dtype = args.dtype or ("bfloat16" if kind == "cuda" else "float32")
-    return torch.device(name), getattr(torch, dtype)
+    return torch.device(name), getattr(torch, args.dtype or ("bfloat16" if kind == "cuda" else "float32"))
 
 
 def known_record(folder, policy, spec, args):
-    """"; this checkpoint: P of M right", or "" where assets/results/first-look.json has no row for it: rows with model
-    (folder name), policy, budget (None for dense), family "both", right, problems."""
+    """"; this checkpoint: P of M right", or "" where assets/results/first-look.json has no row for it."""
     path, wanted = SHIPPED / "results" / "first-look.json", (Path(folder).name, policy, spec and spec.budget, "both")
     if Path(folder).resolve().parent != SHIPPED or args.temperature or (args.n_sink, args.window) != (None, None):
         return ""  # the record is of shipped checkpoints, greedy, with their own sinks and window
-    for row in json.loads(path.read_text()).get("rows", []) if path.is_file() else []:
-        if wanted == tuple(row.get(key) for key in ("model", "policy", "budget", "family")):
-            return f"; this checkpoint: {row['right']} of {row['problems']} right"
-    return ""
+    rows = json.loads(path.read_text()).get("rows", []) if path.is_file() else []
+    found = [r for r in rows if wanted == tuple(r.get(key) for key in ("model", "policy", "budget", "family"))]
+    return f"; this checkpoint: {found[0]['right']} of {found[0]['problems']} right" if found else ""
 
 
 def summary(result, policy, config, n_prompt):
@@ -528,10 +543,9 @@ def summary(result, policy, config, n_prompt):
     held, size, width = cache.peak_entries(), cache.nbytes(), cache.layers[0].k_cache.element_size()
     charged = held + spec.state_entries
     formula = config.n_layer * 2 * config.n_kv_head * spec.n_slots * config.head_dim * width
-    parts = (f", budget {spec.budget} = {spec.n_sink} sinks + {spec.window} window + {spec.n_select} selected + "
-             f"{spec.state_entries} scorer state")
     return [
-        f"policy: {policy}{'' if policy == 'dense' else parts}",
+        f"policy: {policy}" + (f", budget {spec.budget} = {spec.n_sink} sinks + {spec.window} window + {spec.n_select} "
+                               f"selected + {spec.state_entries} scorer state") * (policy != "dense"),
         f"entries per KV head: {held} at the peak of {seen} positions seen"
         + (f", {charged} with the scorer state" if spec.state_entries else "")
         + f"; compression {max(0.0, 1 - charged / max(1, seen)):.1%}",
@@ -549,7 +563,8 @@ def parse_args(argv):
         description="Generate with a KV cache of fixed size. Text goes to stdout as it comes, the rest to stderr.")
     add = parser.add_argument
     add("--model", default=str(SHIPPED / "kvpop"), metavar="FOLDER", help="checkpoint (default: %(default)s)")
-    add("--policy", help="dense, streaming, random, knorm (on the base model) or the checkpoint's own (default)")
+    free = ", ".join(policy for policy in POLICIES if policy not in (*LEARNED, "oracle"))
+    add("--policy", help=f"on the base model: {free}; or the checkpoint's own (default)")
     add("--budget", type=int, help="entries per KV head, all included (default: the checkpoint's)")
     add("--n-sink", type=int, help="first positions, never evicted (default: the checkpoint's)")
     add("--window", type=int, help="newest positions, the query included (default: the checkpoint's)")
@@ -582,14 +597,13 @@ def run(args):
     prompt, problem = resolve_prompt(args, config)
     device, dtype = resolve_device(args)
     check_request([prompt], args.max_new_tokens, limit, args.temperature, args.top_p, args.top_k)
+    check_prompts(policy, spec, len(prompt))
     if args.picture:
         parent = os.path.join(os.path.dirname(args.picture) or ".", "")  # the slash: a file will not do
         if not args.picture.endswith(".png") or os.path.isdir(args.picture) or not os.access(parent, os.W_OK):
             raise ValueError(f"--picture {args.picture!r} cannot be written: give a .png file in a folder that exists")
-    scorers = None
-    if has_scorers:
-        scorers = load_scorers(folder)[0]
-    elif policy != "dense":
+    scorers = load_scorers(folder)[0] if has_scorers else None
+    if not has_scorers and policy != "dense":
         scorers = make_scorers(policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim,
                                window=spec.window, seed=args.seed)
     if scorers is not None:
@@ -611,7 +625,8 @@ def run(args):
         say(f"answer: {'right' if verdict.answer_right else 'wrong'}, trace: {verdict.message}{record}")
     if args.picture and result.seen[0]:
         ids, slots = (prompt + result.tokens[0])[:result.seen[0]], result.cache.spec.n_slots
-        draw_kept(args.picture, result.cache, ids, len(prompt),
+        kept = [result.cache.kept_positions(layer)[0] for layer in range(config.n_layer)]
+        draw_kept(args.picture, kept, ids, len(prompt),
                   f"Tokens held by policy {policy} after {len(ids)} positions, {slots} slots per KV head")
         say(f"wrote {args.picture}")
     return code

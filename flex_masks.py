@@ -7,6 +7,7 @@ What this file holds, bottom-up:
   plan                  priorities -> evict_at, the first query that no longer sees a token: the mask's fast form
   evict_at_block_mask   which 128 x 128 tiles are empty, partial or full, in closed form: nothing of size T x T exists
   attention             (out, lse): FlexAttention on a GPU, dense_reference built from the same mods elsewhere
+  draw, draw_kept       pictures: each pattern, and what a cache holds
 How it departs from vanilla FlexAttention code: eviction is irreversible, so any policy is one integer per token and KV
 head, `visible(q, t) = (t <= q) & (q < evict_at[t])`. Run `python flex_masks.py` to draw each pattern.
 
@@ -413,6 +414,38 @@ def draw(path, T=24, spec=CacheSpec(n_sink=2, window=4, budget=10), seed=0):
            ylabel="key position t", xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
     fig.suptitle("A lifetime is a black column above, read downwards from the diagonal; x = evict_at", fontsize=11)
     fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def draw_kept(path, kept, ids, n_prompt, title, columns=128):
+    """Which tokens a cache holds: a column per token of `ids` (bytes), a row per layer, wrapped into strips.
+    kept: for each layer and KV head the positions held. Black = held by all KV heads of the layer, white = by none;
+    hatched = past the end; a triangle at n_prompt."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    n_layer, n_head, n_strip = len(kept), len(kept[0]), -(-len(ids) // columns)
+    count = torch.tensor([[sum(t in head for head in heads) for t in range(len(ids))]
+                          for heads in ([set(head) for head in heads] for heads in kept)])  # (n_layer, T)
+    height = n_strip * (0.13 * n_layer + 0.42) + 1.2
+    fig, axes = plt.subplots(n_strip, 1, figsize=(17, height), squeeze=False, layout="constrained")
+    for start, ax in zip(range(0, len(ids), columns), axes[:, 0]):
+        labels = [{10: "\u21b5", 32: "\u2423"}.get(t, chr(t) if 32 < t < 127 else f"{t:x}")
+                  for t in ids[start:start + columns]]
+        image = ax.pcolormesh(count[:, start:start + columns], cmap=plt.get_cmap("Greys", n_head + 1), vmin=-0.5,
+                              vmax=n_head + 0.5, edgecolors="0.75", linewidth=0.3)
+        ax.set(xlim=(0, columns), ylim=(n_layer, 0), ylabel=f"layer\n(from {start})")
+        ax.set_yticks([0.5, n_layer - 0.5], [0, n_layer - 1])
+        ax.set_xticks([i + 0.5 for i in range(len(labels))], labels, family="monospace")
+        ax.tick_params(length=0, pad=1, labelsize=7)
+        ax.axvspan(len(labels), columns, facecolor="none", edgecolor="0.5", hatch="///")
+        if start <= n_prompt < start + columns:
+            ax.plot(n_prompt - start + 0.5, -0.35, "kv", markersize=5, clip_on=False)
+    axes[-1, 0].set_xlabel("token, in order of position (triangle: the first generated one)")
+    fig.suptitle(title, fontsize=10)
+    fig.colorbar(image, ax=axes[:, 0], ticks=range(n_head + 1), label="KV heads that hold the token at the end",
+                 shrink=min(1.0, 4 / height), aspect=12, pad=0.01)
+    fig.savefig(path, dpi=100)
     plt.close(fig)
 
 

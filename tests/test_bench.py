@@ -315,7 +315,7 @@ def test_decoding_under_a_budget_that_holds_everything_is_dense(first_look, monk
 @pytest.mark.parametrize("args, words", [
     (("--base", "/no/such/base"), ("/no/such/base",)),
     (("--retrofit", "/no/such/retrofit"), ("/no/such/retrofit", "scorer.safetensors")),
-    (("--policies", "h2o"), ("unknown policy 'h2o'", "streaming")),
+    (("--policies", "h20"), ("unknown policy 'h20'", "streaming")),
     (("--problems", "1"), ("--problems 1", "2")),
     (("--budgets", "9"), ("budget 9",))])
 def test_refusals_are_one_sentence(first_look, monkeypatch, capsys, shipped, args, words):

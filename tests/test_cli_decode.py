@@ -17,7 +17,7 @@ from data.traces import ALPHABET, make_problem
 from decode import generate, main
 from flex_masks import CacheSpec
 from model import ModelConfig, Transformer, load_model, save_model
-from scorer import load_scorers, make_scorer, save_scorers, state_entries
+from scorer import LEARNED, POLICIES, load_scorers, make_scorer, save_scorers, state_entries
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = dict(n_sink=2, window=8, budget=40)  # kvpop's state costs 5 of them at head_dim 8
@@ -129,17 +129,28 @@ def test_prompt_file_stdin_sampling_and_flags(decode, folders, tmp_path):
     assert decode(*flags[:-6], "--seed", 8, *flags[-4:], "--prompt", prompt).out != want
 
 
-@pytest.mark.parametrize("policy", ["dense", "streaming", "random", "knorm"])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in (*LEARNED, "oracle")])
 def test_policies_without_training_run_on_the_base_model(decode, folders, policy):
     args = ("--policy", policy, "--prompt", "A| M=1 M?\n", "--max-new-tokens", 50)
     by_name, direct = decode("--model", folders / "kvpop", *args), None
     assert by_name.returncode == 0, by_name.err
     assert lines(by_name)[0] == f"policy {policy} needs no training: using the base model in {folders / 'base'}"
-    flags = () if policy == "dense" else ("--budget", 40, "--n-sink", 2, "--window", 8)
+    flags = {"dense": (), "tova-layer": ("--budget", 40)}.get(policy, ("--budget", 40, "--n-sink", 2, "--window", 8))
     direct = decode("--model", folders / "base", *flags, *args)
     assert direct.out == by_name.out and len(direct.out) > 10
-    kept = 10 + 49 if policy == "dense" else 40
+    kept = 10 + 49 if policy == "dense" else 40 - state_entries(policy, 8, group_size=2)
     assert f"entries per KV head: {kept} at the peak of 59 positions seen" in direct.err.decode()
+    assert ("warning: n_sink 0" in direct.err.decode()) is False  # tova-layer has no sinks by definition
+
+
+@pytest.mark.parametrize("policy", ["dms-cap", "kvpop-nodelay", "position"])
+def test_learned_policies_run_from_their_checkpoint(decode, tmp_path, policy):
+    folder, prompt = make_checkpoint(tmp_path / "learned", policy), "A| M=1 M?\n"
+    done = decode("--model", folder, "--prompt", prompt, "--max-new-tokens", 50)
+    charge = state_entries(policy, 8, window=8)
+    assert done.returncode == 0, done.err
+    assert f"entries per KV head: {40 - charge} at the peak" in done.err.decode()
+    assert done.out == expected(folder, prompt, 50, spec=CacheSpec(**SETTINGS, state_entries=charge))
 
 
 def test_picture(decode, folders, tmp_path):
@@ -226,6 +237,10 @@ PROMPT = ("--prompt", "A| M=1 M?\n")
     (("--policy", "h20"), ("unknown policy 'h20'", "streaming")),
     (("--policy", "oracle"), ("oracle", "future", "--policy")),
     (("--policy", "kvpop-mlp"), ("trained for policy kvpop", "--model")),
+    (("--policy", "position"), ("trained for policy kvpop", "--model")),
+    (("--policy", "tova-layer", "--window", "8"), ("tova-layer", "n_sink 0 and window 1", "drop --n-sink")),
+    (("--policy", "random-prompt", "--budget", "19"), ("2 sinks + a prompt of 10 + 8 window", "--budget")),
+    (("--policy", "snapkv", "--window", "7"), ("n_queries must be int, 1 to 7, got 8",)),
     (("--policy", "dense", "--budget", "40"), ("dense", "--budget")),
     (("--budget", "14"), ("budget 14", "15 or more")),
     (("--budget", "-1"), ("budget -1",)),

@@ -283,6 +283,7 @@ def test_equal_scores_are_streaming():
 class FewScores(torch.nn.Module):
     """Scores 0, 1 or 2 by position, so that most comparisons are ties."""
     name, window, n_kv_head, head_dim, log_gamma = "few", None, 2, 8, staticmethod(lambda: None)
+    dynamic, shift = False, 0
 
     def forward(self, k, v, lengths=None, return_state=False):
         score = (torch.arange(k.shape[2]) * 7 % 5 % 3).double().expand(k.shape[:3])
