@@ -74,8 +74,8 @@ class Settings:
     target_power: float = option(POWER, "power mean over future queries in the target; 1 is the paper's mean mass")
     top_k: int = option(256, "teacher logits that the KL sees, renormalised")
     prompt_weight: float = option(0.1, "loss weight of prompt tokens in pretraining: they are mostly random")
-    entropy_weight: float = option(0.01, "price of attention entropy from 30 to 75 % of a pretraining run: idle heads of "
-                                   "a small model look everywhere at once, which no small cache can hold")
+    forget: float = option(0.5, "share of pretraining documents that lose sight of spent scratch after the window: else "
+                                "a small model looks up old sums instead of doing new ones, and needs every byte")
     n_layer: int = option(6, "layers of the base model that --stage pretrain makes, as the next five")
     n_embd: int = option(256, "width")
     n_head: int = option(8, "query heads")
@@ -122,8 +122,8 @@ def parse_settings(argv=None):
     for name in ("steps", "batch_size", "log_every", "save_every", "eval_problems", "n_samples", "top_k"):
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
-    if not 0 <= settings.entropy_weight < math.inf:
-        raise ValueError(f"--entropy-weight must be 0 or more, got {settings.entropy_weight}")
+    if not 0 <= settings.forget <= 1:
+        raise ValueError(f"--forget is a share, 0 to 1, got {settings.forget}")
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
         if not 0 < getattr(settings, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(settings, name)}")
@@ -139,22 +139,11 @@ def parse_settings(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # The attends: what a block's attention does is decided here, per forward call
 
-def packed_attend(doc_end, n_head, entropies):
-    """Causal attention inside each document of a packed row; one BlockMask serves all layers.
-
-    entropies: a list that gets each layer's mean attention entropy, in nats: 0 for a head that looks at one token, log n
-    for one that looks at n alike. -sum p log p = lse - sum p s, and sum p s = q . (sum p k) / sqrt(D): the mean key comes
-    out of the same call, as more columns of the value.
-    """
-    evict_at = doc_end[:, None]  # (B, 1, T): all heads alike
-    block_mask = evict_at_block_mask(evict_at, n_head) if doc_end.is_cuda else None
-
-    def attend(layer, q, k, v):
-        out, lse = attention(q, k, torch.cat([v, k], dim=-1), evict_at, block_mask)  # (B, H, T, 2D), (B, H, T)
-        out, mean_key = out.chunk(2, dim=-1)
-        entropies.append((lse - (q.to(lse.dtype) * mean_key).sum(-1) * q.shape[-1]**-0.5).mean())
-        return out
-    return attend
+def packed_attend(evict_at, n_head):
+    """Attention of packed rows, tokens seen until their evict_at (B, T); one BlockMask serves all layers and heads."""
+    evict_at = evict_at[:, None]  # (B, 1, T): all heads alike
+    block_mask = evict_at_block_mask(evict_at, n_head) if evict_at.is_cuda else None
+    return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask)[0]
 
 
 def policy_attend(scorers, spec, lengths, on_layer=None):
@@ -461,30 +450,26 @@ def pretrain(settings):
     first_step = run.resume(model, optimizer)
     # one graph for the whole forward: its layers are the same few kernels
     forward = torch.compile(model, dynamic=False) if settings.compile and settings.device == "cuda" else model
-    rows = PackedRows(MAX_LENGTH, settings.seed, settings.prompt_weight)
+    rows = PackedRows(MAX_LENGTH, settings.seed, settings.prompt_weight, settings.forget, settings.window)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {settings.device}")
 
-    def train_step(idx, targets, weight, doc_end, price):
-        entropies = []
+    def train_step(idx, targets, weight, evict_at):
         with autocast(settings.device):
-            hidden = forward(idx, packed_attend(doc_end, config.n_head, entropies))
+            hidden = forward(idx, packed_attend(evict_at, config.n_head))
             loss = cross_entropy(model, hidden, targets, weight)
-        entropy = torch.stack(entropies).mean()
-        (loss + price * entropy).backward()
-        return loss.detach(), entropy.detach(), optimizer_step(optimizer, settings)
+        loss.backward()
+        return loss.detach(), optimizer_step(optimizer, settings)
 
     run_step = GraphedStep(train_step, settings.graph and settings.device == "cuda")
     tokens, done = 0, first_step
     try:
         for step, batch in enumerate(loader(rows, settings, first_step), first_step):
             set_rates(optimizer, step, settings)
-            # after the task is learned, and off again at the end: the last digits of accuracy come without it
-            price = torch.tensor(settings.entropy_weight * (0.3 <= step / settings.steps < 0.75))
-            loss, entropy, norm = run_step(*(x.to(settings.device) for x in (*batch, price)))
+            loss, norm = run_step(*(x.to(settings.device) for x in batch))
             done = step + 1
             tokens += batch[0].numel()
             if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
-                run.progress(step, first_step, tokens, loss=finite(loss, step), entropy=entropy.item(),
+                run.progress(step, first_step, tokens, loss=finite(loss, step),
                              lr=settings.learning_rate * lr_factor(step, settings))
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 report(f"step {step + 1}", dense=evaluate(model, settings.device, settings.eval_problems))

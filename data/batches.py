@@ -9,7 +9,7 @@ import zlib
 import torch
 
 from data.tokenizer import EOT
-from data.traces import FAMILIES, MAX_LENGTH, TEST_SIZES, make_problem
+from data.traces import FAMILIES, MAX_LENGTH, TEST_SIZES, make_problem, worth_keeping
 
 # arith is the harder of the two; a little of the diagnostic family, so that one base serves all three
 PRETRAIN_MIX = ("arith", "arith", "walk") * 3 + ("mark",)
@@ -18,18 +18,21 @@ PRETRAIN_MIX = ("arith", "arith", "walk") * 3 + ("mark",)
 class PackedRows(torch.utils.data.Dataset):
     """Row i of pretraining: problems of all families one after the other, cut at `length` tokens.
 
-    -> idx, targets (length,) int64, weight (length,) fp32, doc_end (length,) int32: the position after a token's
-    document. In the language of flex_masks that is evict_at, so packing needs no mask of its own.
+    -> idx, targets (length,) int64, weight (length,) fp32, evict_at (length,) int32: the position after a token's
+    document, so packing needs no mask of its own. In a share `forget` of the documents, spent scratch (what is not
+    `worth_keeping`) goes unseen after `window` tokens. Without that a small model does its sums by looking up
+    equal ones that it wrote before, and then every byte of scratch matters and no small cache can hold what it reads.
     """
 
-    def __init__(self, length, seed, prompt_weight):
+    def __init__(self, length, seed, prompt_weight, forget=0.0, window=64):
         self.length, self.seed, self.prompt_weight = length, seed, prompt_weight
+        self.forget, self.window = forget, window
 
     def __len__(self):
         return 2**31
 
     def __getitem__(self, row):
-        ids, weight, doc_end, j = [], [], [], 0
+        ids, weight, evict_at, j = [], [], [], 0
         while len(ids) <= self.length:
             number = (self.seed * 10**9 + row) * 64 + j  # a row holds fewer than 64 problems
             problem = make_problem(PRETRAIN_MIX[(row + j) % len(PRETRAIN_MIX)], number, "train")
@@ -37,11 +40,15 @@ class PackedRows(torch.utils.data.Dataset):
             ids += tokens
             # the weight of predicting the NEXT token: the last token of a document predicts nothing
             weight += [self.prompt_weight] * (len(problem.prompt) - 1) + [1.0] * (len(problem.trace) + 1) + [0.0]
-            doc_end += [len(ids)] * len(tokens)
+            start, end = len(ids) - len(tokens), len(ids)
+            keep = [True] * len(tokens)
+            if zlib.crc32(str(number).encode()) < self.forget * 2**32:
+                keep = worth_keeping(problem) + [True]
+            evict_at += [end if k else min(end, start + i + self.window) for i, k in enumerate(keep)]
             j += 1
         n = self.length
         return (torch.tensor(ids[:n]), torch.tensor(ids[1:n + 1]), torch.tensor(weight[:n]),
-                torch.tensor(doc_end[:n], dtype=torch.int32))
+                torch.tensor(evict_at[:n], dtype=torch.int32))
 
 
 class Problems(torch.utils.data.Dataset):

@@ -12,7 +12,7 @@ from statistics import mean, pstdev
 
 import pytest
 
-from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, PROMPTS, TEST_SIZES, TRAIN_SIZES, check, make_problem, solve
+from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, PROMPTS, TEST_SIZES, TRAIN_SIZES, check, make_problem, solve, worth_keeping
 
 ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "validation", "test")
@@ -323,6 +323,21 @@ def test_no_step_reaches_further_back_than_a_window(family):
                 previous = step
     print(f"{family}: {reach} bytes at most")
     assert 40 < reach <= 60
+
+
+def test_what_is_worth_keeping():
+    """Names, records and stated values are; filler, digits being worked and copies are not. Counted from the text."""
+    for problem in problems("arith", 40):
+        text = "".join(c if k else " " for c, k in zip(problem.prompt + problem.trace, worth_keeping(problem)))
+        prompt, trace = text.split("\n")
+        assert prompt.split() == [w for w in problem.prompt.split() if w[0] not in ".,_~"]
+        values = arith_values(problem.prompt)
+        assert re.findall(r"[^ ;]+", trace) == [f"{name}:{n}" for name, n in values.items()]
+    for family in ("walk", "mark"):
+        for problem in problems(family, 40):
+            keep = worth_keeping(problem)
+            kept = "".join(c for c, k in zip(problem.prompt, keep) if k)
+            assert kept == re.sub(r"(?<= )[.,_~]+ ", "", problem.prompt) and not any(keep[len(problem.prompt):])
 
 
 def test_a_mark_says_within_a_window_what_nothing_said_before():

@@ -215,33 +215,6 @@ def test_an_out_that_cannot_be_written_stops_before_any_work(base, capsys, tmp_p
 # ---------------------------------------------------------------------------------------------------------------------
 # data
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_attention_entropy_is_the_formula(device):
-    """Values and gradients against explicit probabilities in fp64: -sum p log p, mean over queries and heads; the output
-    is what attention alone gives."""
-    _, _, _, doc_end = (x[None].to(device) for x in train.PackedRows(400, 0, 0.1)[1])
-    q, k, v = (torch.randn(1, heads, 400, 16, generator=torch.Generator().manual_seed(heads)).to(device)
-               for heads in (4, 2, 2))
-    grads, values = [], []
-    for wide in (False, True):
-        a, b = ((x.double() if wide else x).clone().requires_grad_() for x in (q, k))
-        if wide:
-            t = torch.arange(400, device=device)
-            hidden = ~((t <= t[:, None]) & (t[:, None] < doc_end[0]))
-            p = (a @ b.repeat_interleave(2, 1).mT / 4).masked_fill(hidden, -math.inf).softmax(-1)
-            mean = -(p * p.clamp(min=1e-300).log()).sum(-1).mean()
-            assert torch.allclose(out.double(), p @ v.repeat_interleave(2, 1).double(), atol=1e-5)
-        else:
-            entropies = []
-            out = train.packed_attend(doc_end, 4, entropies)(0, a, b, v)
-            mean = entropies[0]
-        mean.backward()
-        values.append(mean.item())
-        grads.append((a.grad.double(), b.grad.double()))
-    assert values[0] == pytest.approx(values[1], rel=1e-5) and 0.5 < values[1] < 5
-    assert all((x - y).norm() < 1e-4 * y.norm() for x, y in zip(*grads))
-
-
 def test_packed_rows_know_their_documents():
     """Told again from the text: where each document starts, what is prompt, and where prediction must stop."""
     seen = set()
@@ -271,11 +244,36 @@ def test_packed_rows_know_their_documents():
     assert not torch.equal(train.PackedRows(800, 3, 0.25)[0][0], train.PackedRows(800, 4, 0.25)[0][0])
 
 
+def test_forgetful_documents_lose_their_scratch_after_the_window():
+    """At --forget 1: of a document's bytes those worth keeping live to its end, the others `window` tokens; at 0.5 both
+    kinds of document occur, and nothing else of a row differs."""
+    kinds = set()
+    for row in range(8):
+        plain = train.PackedRows(800, 3, 0.25)[row]
+        for share in (0.5, 1.0):
+            packed = train.PackedRows(800, 3, 0.25, share, 20)[row]
+            assert all(torch.equal(a, b) for a, b in zip(plain[:3], packed[:3]))
+            text, start = packed[0].tolist(), 0
+            while start < 800 and EOT in text[start:]:
+                end = text.index(EOT, start)
+                document = bytes(text[start:end]).decode()
+                family = {"A": "arith", "W": "walk", "M": "mark"}[document[0]]
+                prompt, trace = document.split("\n")
+                keep = traces.worth_keeping(traces.Problem(family, "train", 0, 0, prompt + "\n", trace, ""))
+                full = [end + 1] * (end + 1 - start)
+                short = [e if k else min(e, start + i + 20) for i, (e, k) in enumerate(zip(full, [*keep, True]))]
+                got = packed[3][start:end + 1].tolist()
+                assert got == short or (share < 1 and got == full)
+                kinds.add((share, got == full))
+                start = end + 1
+    assert kinds == {(0.5, True), (0.5, False), (1.0, False)}
+
+
 @torch.no_grad()
 def test_packed_attention_is_attention_in_each_document_alone():
     model = random_model()
     idx, _, _, doc_end = (x[None] for x in train.PackedRows(400, 0, 0.1)[1])
-    packed = model(idx, train.packed_attend(doc_end, model.config.n_head, []))
+    packed = model(idx, train.packed_attend(doc_end, model.config.n_head))
     starts = [0, *(e for e in doc_end[0].unique().tolist() if e < 400)]
     assert len(starts) >= 2
     for a, b in zip(starts, starts[1:] + [400]):
