@@ -32,7 +32,8 @@ import scorer as scorers_module
 from data.batches import PackedRows, Problems, collate_problems, loader, problem_batches, response_mask
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
-from flex_masks import CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything, plan
+from flex_masks import (NEVER, CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything,
+                        pad_to_tile, plan)
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
 from targets import (POWER, Retention, RetentionLoss, boundary_loss, future_attention, retention_recall, sample_queries,
                      teacher_evict_at)
@@ -141,8 +142,8 @@ def parse_settings(argv=None):
 
 def packed_attend(evict_at, n_head):
     """Attention of packed rows, tokens seen until their evict_at (B, T); one BlockMask serves all layers and heads."""
-    evict_at = evict_at[:, None]  # (B, 1, T): all heads alike
-    block_mask = evict_at_block_mask(evict_at, n_head) if evict_at.is_cuda else None
+    evict_at = pad_to_tile(evict_at[:, None], NEVER, -1)  # (B, 1, T): all heads alike; pad keys come after every query
+    block_mask = evict_at_block_mask(evict_at.contiguous(), n_head) if evict_at.is_cuda else None
     return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask)[0]
 
 
