@@ -3,6 +3,7 @@
 What this file holds:
   future_attention   the target: one attention call with queries and keys swapped, fed with the lse of the sparse pass
   boundary_loss      a logistic loss where the cache decides: the newcomer against the token it would displace
+  pair_loss          the same for any kept token against any dropped one: early tokens far above the boundary
   retention_recall   share of the teacher's top-k that the student keeps, the figure to watch
   RetentionLoss      custom autograd function: identity forward, all of the above in the backward
 How it departs from plain distillation: the attention matrix never exists. exp(score - lse) is the probability itself,
@@ -106,8 +107,15 @@ def sample_queries(n_samples, B, H_kv, spec, lengths, u=None):
     return q, span > 0
 
 
-def boundary_loss(scores, log_gamma, target, spec, q, valid, tau=1.0, margin_floor=0.1, margin_tau=1.0,
-                  balance_range=(0.5, 2.0), compiled=False):
+@torch.no_grad()
+def rank_targets(target, log_gamma, spec, compiled=False):
+    """The teacher's ranking under its effective targets: (priority (B, H_kv, T), rank, cutoff (B, H_kv, M))."""
+    teacher = effective_priority(target, log_gamma)
+    return teacher, *running_topk(teacher, spec, compiled)
+
+
+def boundary_loss(scores, log_gamma, ranking, spec, q, valid, tau=1.0, margin_floor=0.1, margin_tau=1.0,
+                  balance_range=(0.5, 2.0)):
     """Boundary loss at sampled queries (paper eqs. 8-11), with EFFECTIVE scores on both sides of the difference.
 
     At query q the newcomer t_new = q - window meets t_bnd, the weakest of the teacher's top n_select among the older
@@ -117,15 +125,14 @@ def boundary_loss(scores, log_gamma, target, spec, q, valid, tau=1.0, margin_flo
     omega = margin weight * keep/drop balance per head, normalised to mean 1. y, omega and the teacher's ranking carry
     no gradient; the teacher uses the same gamma.
 
-    scores, target (B, H_kv, T); log_gamma (H_kv,) or None; q (B, H_kv, S) and valid as from sample_queries.
-    Returns a scalar, 0 when no query is valid or nothing is selected by score.
+    scores (B, H_kv, T); log_gamma (H_kv,) or None; ranking from rank_targets; q (B, H_kv, S) and valid as from
+    sample_queries. Returns a scalar, 0 when no query is valid or nothing is selected by score.
     """
     B, H_kv, T = scores.shape
     if spec.n_select == 0 or T <= spec.n_slots:
         return (scores * 0).sum() if log_gamma is None else (scores * 0).sum() + (log_gamma * 0).sum()
     with torch.no_grad():
-        teacher = effective_priority(target, log_gamma)
-        rank, cutoff = running_topk(teacher, spec, compiled)  # (B, H_kv, M)
+        teacher, rank, cutoff = ranking
         order = rank.argsort(dim=-1)  # order[r] = the candidate of rank r
         new = (q - spec.window - spec.n_sink).clamp(min=1)  # candidate number of the newcomer
         bnd_rank = cutoff.gather(-1, new - 1).clamp(min=0)  # among those before it; cutoff[new] could be itself
@@ -147,6 +154,41 @@ def boundary_loss(scores, log_gamma, target, spec, q, valid, tau=1.0, margin_flo
     return (omega * F.softplus(-y * difference / tau)).sum()
 
 
+def pair_loss(scores, log_gamma, ranking, spec, q, valid, u, tau=1.0, margin_floor=0.1, margin_tau=1.0):
+    """A token that the teacher keeps at query q against one that it has dropped by then, both drawn uniformly.
+
+    The boundary loss looks at the newcomer and the boundary token of queries after the cache is full. A token that is
+    older than that and worth far more than the boundary, a definition at the start of a prompt, never appears in it, so
+    nothing teaches the scorer to keep it. Here every kept token appears.
+        loss = mean of omega * softplus(-(r_kept(q) - r_dropped(q)) / tau),  omega the margin weight of boundary_loss
+    u (2, B, H_kv, S): uniform noise that draws the two. Other arguments and result as for boundary_loss.
+    """
+    B, H_kv, T = scores.shape
+    if spec.n_select == 0 or T <= spec.n_slots:
+        return (scores * 0).sum() if log_gamma is None else (scores * 0).sum() + (log_gamma * 0).sum()
+    with torch.no_grad():
+        teacher, rank, cutoff = ranking
+        newest = q - spec.window - spec.n_sink  # candidate number of the newcomer, (B, H_kv, S)
+        newest = newest.clamp(0, rank.shape[-1] - 1)
+        candidate = torch.arange(rank.shape[-1], device=q.device)
+        eligible = candidate <= newest[..., None]  # (B, H_kv, S, M)
+        kept = eligible & (rank[:, :, None] >= cutoff.gather(-1, newest)[..., None])
+        chosen = []
+        for mask, noise in ((kept, u[0]), (eligible & ~kept, u[1])):  # the j-th of a set: where its count reaches j
+            count = mask.cumsum(-1, dtype=torch.int32)
+            size = count[..., -1:]  # never 0 at a valid query; the product may round up to it
+            j = (noise[..., None] * size).int().minimum(size - 1) + 1
+            chosen.append(torch.searchsorted(count, j).squeeze(-1).clamp(max=rank.shape[-1] - 1) + spec.n_sink)
+        t_kept, t_dropped = chosen
+        margin = teacher.gather(-1, t_kept) - teacher.gather(-1, t_dropped)  # >= 0
+        omega = (margin_floor + (1 - margin_floor) * torch.sigmoid(margin / margin_tau)) * valid.to(scores.dtype)
+        omega = omega / omega.sum().clamp(min=1e-12)
+    difference = scores.gather(-1, t_kept) - scores.gather(-1, t_dropped)
+    if log_gamma is not None:
+        difference = difference + (t_dropped - t_kept) * log_gamma.view(1, -1, 1)
+    return (omega * F.softplus(-difference / tau)).sum()
+
+
 @torch.no_grad()
 def retention_recall(evict_at, teacher_evict_at, spec, q, valid):
     """Share of the teacher's top n_select that the student also keeps, at queries q (B, H_kv, S): a scalar tensor.
@@ -161,9 +203,10 @@ def retention_recall(evict_at, teacher_evict_at, spec, q, valid):
     return both.sum() / teacher.sum()
 
 
-def teacher_evict_at(target, log_gamma, spec):
+def teacher_evict_at(ranking, spec):
     """The eviction plan that future attention itself would make: the oracle, and the teacher of recall."""
-    return flex_masks.plan(effective_priority(target, log_gamma), spec)
+    teacher, rank, cutoff = ranking
+    return flex_masks.evict_at_from_cutoffs(rank, cutoff, spec, teacher.shape[-1])
 
 
 @dataclass
@@ -180,7 +223,8 @@ class Retention:
     reduce: str = "max"
     power: float = POWER             # of the mean over future queries; 1 is the paper's
     tau: float = 1.0
-    noise: torch.Tensor = None       # (n_layer, B, H_kv, n_samples) uniform, for the sampled queries; None: drawn anew
+    pair_weight: float = 1.0         # of pair_loss beside boundary_loss; 0 is the paper's loss
+    noise: torch.Tensor = None       # (n_layer, 3, B, H_kv, n_samples) uniform: queries, kept, dropped; None: drawn anew
     want_recall: bool = False
     compiled: bool = False           # thresholds through torch.compile (flex_masks.parallel_cutoffs)
     loss: dict = field(default_factory=dict)
@@ -210,18 +254,22 @@ class RetentionLoss(torch.autograd.Function):
         target = future_attention(q, k, lse, r.spec.window, r.lengths, evict_at if r.bounded else None, r.reduce,
                                   r.power)
         r.passes += 1
-        u = None if r.noise is None else r.noise[layer]  # data, not a generator: a CUDA graph would replay its numbers
-        at, valid = sample_queries(r.n_samples, B, H_kv, r.spec, r.lengths, u)
+        # data, not a generator: a CUDA graph would replay its numbers
+        u = torch.rand(3, B, H_kv, r.n_samples, device=q.device) if r.noise is None else r.noise[layer]
+        at, valid = sample_queries(r.n_samples, B, H_kv, r.spec, r.lengths, u[0])
+        ranking = rank_targets(target, log_gamma, r.spec, r.compiled)
         with torch.enable_grad():
             leaves = [scores.detach().requires_grad_()]
             if log_gamma is not None:
                 leaves.append(log_gamma.detach().requires_grad_())
-            loss = boundary_loss(leaves[0], leaves[1] if log_gamma is not None else None, target, r.spec, at, valid,
-                                 r.tau, compiled=r.compiled)
+            decay = leaves[1] if log_gamma is not None else None
+            loss = boundary_loss(leaves[0], decay, ranking, r.spec, at, valid, r.tau)
+            if r.pair_weight:
+                loss = loss + r.pair_weight * pair_loss(leaves[0], decay, ranking, r.spec, at, valid, u[1:], r.tau)
             grads = [g * r.weight for g in torch.autograd.grad(loss, leaves)] + [None]
         r.loss[layer] = loss.detach()
         if r.want_recall:
-            teacher = teacher_evict_at(target, log_gamma, r.spec)
+            teacher = teacher_evict_at(ranking, r.spec)
             uniform = at[..., :r.n_samples // 2]  # the half that is not late-biased
             r.recall[layer] = retention_recall(evict_at, teacher, r.spec, uniform, valid)
         return grad, grads[0], grads[1], None, None, None, None, None, None

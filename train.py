@@ -35,8 +35,8 @@ from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
 from flex_masks import (NEVER, CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything,
                         pad_to_tile, plan)
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
-from targets import (POWER, Retention, RetentionLoss, boundary_loss, future_attention, retention_recall, sample_queries,
-                     teacher_evict_at)
+from targets import (POWER, Retention, RetentionLoss, boundary_loss, future_attention, rank_targets, retention_recall,
+                     sample_queries, teacher_evict_at)
 
 
 def option(default, reason, **extra):
@@ -69,6 +69,7 @@ class Settings:
     final_lr_ratio: float = option(0.08, "cosine ends at this share of the peak")
     weight_decay: float = option(None, "AdamW; the paper has 1e-4")
     clip: float = option(1.0, "gradient norm")
+    pair_weight: float = option(1.0, "of the kept-against-dropped loss beside the boundary loss; 0 is the paper's loss")
     n_samples: int = option(128, "boundaries a sequence and head at which the scorer is taught")
     tau: float = option(1.0, "temperature of the boundary loss")
     bounded: bool = option(True, "future mass of an evicted token as if it were put back (targets.py)")
@@ -125,6 +126,8 @@ def parse_settings(argv=None):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
     if not 0 <= settings.forget <= 1:
         raise ValueError(f"--forget is a share, 0 to 1, got {settings.forget}")
+    if not 0 <= settings.pair_weight < math.inf:
+        raise ValueError(f"--pair-weight must be 0 or more, got {settings.pair_weight}")
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
         if not 0 < getattr(settings, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(settings, name)}")
@@ -244,9 +247,9 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
             u = torch.rand(*scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
             at, valid = sample_queries(64, *scores.shape[:2], spec, lengths, u)
             log_gamma = scorers[layer].log_gamma()
-            losses.append(boundary_loss(scores, log_gamma, target, spec, at, valid, tau).item())
-            recalls.append(retention_recall(evict_at, teacher_evict_at(target, log_gamma, spec), spec, at[..., :32],
-                                            valid).item())
+            ranking = rank_targets(target, log_gamma, spec)
+            losses.append(boundary_loss(scores, log_gamma, ranking, spec, at, valid, tau).item())
+            recalls.append(retention_recall(evict_at, teacher_evict_at(ranking, spec), spec, at[..., :32], valid).item())
         attend = causal_attend if scorers is None else policy_attend(scorers, spec, lengths, watch if learned else None)
         with autocast(device):
             guess = torch.cat([model.unembed(h).argmax(-1) for h in model(idx, attend).split(1)])
@@ -525,7 +528,7 @@ def retrofit(settings):
         """-> per-layer retention loss and recall (empty unless wanted), KL (None with a frozen base), gradient norm"""
         retention = Retention(spec, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples,
                               tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
-                              want_recall=want_recall, noise=noise,
+                              pair_weight=settings.pair_weight, want_recall=want_recall, noise=noise,
                               compiled=settings.compile and settings.device == "cuda")
         kl = None
         if settings.train_base:
@@ -550,7 +553,7 @@ def retrofit(settings):
     try:
         for step, batch in enumerate(loader(rows, settings, first_step, collate), first_step):
             logging = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
-            noise = torch.rand(config.n_layer, len(batch[0]), config.n_kv_head, settings.n_samples,
+            noise = torch.rand(config.n_layer, 3, len(batch[0]), config.n_kv_head, settings.n_samples,
                                generator=torch.Generator().manual_seed(settings.seed * 10**6 + step))
             set_rates(optimizer, step, settings)
             losses, recalls, kl, norm = run_step(*(x.to(settings.device) for x in (*batch, noise)), want_recall=logging)

@@ -6,7 +6,8 @@ import torch
 
 import targets
 from flex_masks import CacheSpec, attention, effective_priority, keep_everything, plan
-from targets import (EPS, Retention, RetentionLoss, boundary_loss, future_attention, retention_recall, sample_queries,
+from targets import (EPS, Retention, RetentionLoss, boundary_loss, future_attention, pair_loss, rank_targets,
+                     retention_recall, sample_queries,
                      teacher_evict_at)
 
 SPEC = CacheSpec(n_sink=2, window=4, budget=12)
@@ -127,7 +128,8 @@ def test_boundary_loss_is_its_definition_and_has_its_gradients(decay):
     scores.requires_grad_()
     if decay:
         log_gamma.requires_grad_()
-    loss = boundary_loss(scores, log_gamma, target, SPEC, q, valid)
+    loss = boundary_loss(scores, log_gamma, rank_targets(target, log_gamma, SPEC), SPEC, q, valid)
+    ranking = rank_targets(target, log_gamma, SPEC)
     want = brute_force_loss(scores, log_gamma, target, SPEC, q, valid.flatten())
     assert abs(loss.item() - want) < 1e-10
     loss.backward()
@@ -136,13 +138,62 @@ def test_boundary_loss_is_its_definition_and_has_its_gradients(decay):
     for b, h, t in [(0, 0, used[0]), (1, 1, used[1]), (0, 1, used[2])]:
         moved = scores.detach().clone()
         moved[b, h, t] += step
-        difference = (boundary_loss(moved, log_gamma, target, SPEC, q, valid).item() - loss.item()) / step
+        difference = (boundary_loss(moved, log_gamma, ranking, SPEC, q, valid).item() - loss.item()) / step
         assert abs(difference - scores.grad[b, h, t].item()) < 1e-5
     if decay:  # gamma: hold the teacher still, since its ranking uses the same gamma and carries no gradient
         frozen = log_gamma.detach()
         for h in range(2):
             moved = scores.detach() - torch.arange(T) * (step * torch.eye(2, dtype=torch.float64)[h]).view(1, 2, 1)
-            difference = (boundary_loss(moved, frozen, target, SPEC, q, valid).item() - loss.item()) / step
+            difference = (boundary_loss(moved, frozen, ranking, SPEC, q, valid).item() - loss.item()) / step
+            assert abs(difference - log_gamma.grad[h].item()) < 1e-4 and abs(difference) > 1e-3
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_pair_loss_is_its_definition_and_reaches_every_kept_token(decay):
+    """Sample by sample from sets made with Python's sort; gradients by finite differences, gamma included."""
+    torch.manual_seed(4)
+    T, lengths = 60, torch.tensor([60, 41, 9])
+    scores, target = (torch.randn(3, 2, T, dtype=torch.float64) for _ in range(2))
+    target[:, :, 2:6] += 20  # worth far more than any boundary, and older than any newcomer
+    log_gamma = -torch.tensor([0.02, 0.2], dtype=torch.float64) if decay else torch.zeros(2, dtype=torch.float64)
+    q, valid = sample_queries(40, 3, 2, SPEC, lengths)
+    u = torch.rand(2, 3, 2, 40, dtype=torch.float64)
+    u[:, 0, 0, :2] = torch.tensor([[0.0, 1 - 1e-9], [1 - 1e-9, 0.0]], dtype=torch.float64)
+    ranking = rank_targets(target, log_gamma if decay else None, SPEC)
+    scores.requires_grad_()
+    log_gamma.requires_grad_()
+
+    def loss_of(scores, log_gamma):
+        return pair_loss(scores, log_gamma if decay else None, ranking, SPEC, q, valid, u)
+    loss = loss_of(scores, log_gamma)
+    weights, values = [], []
+    for b in range(2):
+        for h in range(2):
+            lg = log_gamma[h].item() if decay else 0.0
+            for s, at in enumerate(q[b, h].tolist()):
+                eff = lambda r, t: r[b, h, t].item() + (at - t) * lg  # noqa: E731
+                older = range(SPEC.n_sink, at - SPEC.window + 1)
+                best = set(sorted(older, key=lambda t: (eff(target, t), t))[-SPEC.n_select:])
+                kept, dropped = sorted(best), [t for t in older if t not in best]
+                a, d = kept[int(u[0, b, h, s] * len(kept))], dropped[int(u[1, b, h, s] * len(dropped))]
+                weights.append(0.1 + 0.9 / (1 + math.exp(eff(target, d) - eff(target, a))))
+                values.append(math.log1p(math.exp(eff(scores, d) - eff(scores, a))))
+    want = sum(w * x for w, x in zip(weights, values)) / sum(weights)
+    assert abs(loss.item() - want) < 1e-10
+    loss.backward()
+    assert (scores.grad[:2, :, 2:6] < 0).all()  # the boundary loss never sees these
+    assert not scores.grad[2].any()
+    step = 1e-6
+    for b, h, t in [(0, 0, 3), (1, 1, 4), (0, 1, scores.grad[0, 1].argmax().item())]:
+        moved = scores.detach().clone()
+        moved[b, h, t] += step
+        difference = (loss_of(moved, log_gamma).item() - loss.item()) / step
+        assert abs(difference - scores.grad[b, h, t].item()) < 1e-5
+    if decay:
+        for h in range(2):
+            moved = log_gamma.detach().clone()
+            moved[h] += step
+            difference = (loss_of(scores, moved).item() - loss.item()) / step
             assert abs(difference - log_gamma.grad[h].item()) < 1e-4 and abs(difference) > 1e-3
 
 
@@ -151,8 +202,9 @@ def test_boundary_token_is_never_the_newcomer():
     torch.manual_seed(2)
     target = 5 * torch.randn(2, 2, 80)
     q, valid = sample_queries(64, 2, 2, SPEC, torch.tensor([80, 80]))
-    perfect = boundary_loss(target, None, target, SPEC, q, valid)
-    reversed_ = boundary_loss(-target, None, target, SPEC, q, valid)
+    ranking = rank_targets(target, None, SPEC)
+    perfect = boundary_loss(target, None, ranking, SPEC, q, valid)
+    reversed_ = boundary_loss(-target, None, ranking, SPEC, q, valid)
     assert perfect < 0.3 < math.log(2) < reversed_
 
 
@@ -161,7 +213,9 @@ def test_nothing_to_decide_is_zero_loss(T, budget):
     spec = CacheSpec(2, 4, budget)
     scores = torch.randn(1, 2, T, requires_grad=True)
     q, valid = sample_queries(8, 1, 2, spec, torch.tensor([T]))
-    loss = boundary_loss(scores, None, torch.randn(1, 2, T), spec, q, valid)
+    ranking = rank_targets(torch.randn(1, 2, T), None, spec)
+    loss = boundary_loss(scores, None, ranking, spec, q, valid)
+    loss = loss + pair_loss(scores, None, ranking, spec, q, valid, torch.rand(2, 1, 2, 8))
     loss.backward()
     assert loss.item() == 0 and (scores.grad == 0).all()
 
@@ -170,7 +224,7 @@ def test_recall_counts_kept_tokens():
     torch.manual_seed(3)
     target = torch.randn(1, 2, 100)
     q, valid = sample_queries(40, 1, 2, SPEC, torch.tensor([100]))
-    teacher = teacher_evict_at(target, None, SPEC)
+    teacher = teacher_evict_at(rank_targets(target, None, SPEC), SPEC)
     student = plan(effective_priority(torch.randn(1, 2, 100)), SPEC)
     kept = both = 0
     for h in range(2):
@@ -196,7 +250,7 @@ def test_retention_loss_teaches_the_scorer_alone(frozen):
     log_gamma = torch.full((2,), -0.01, requires_grad=True)
     evict_at = plan(effective_priority(raw.detach(), log_gamma.detach()), SPEC)
     out, lse = attention(q, k, v, evict_at)
-    noise = torch.rand(4, 2, 2, 128)
+    noise = torch.rand(4, 3, 2, 2, 128)
     retention = Retention(SPEC, torch.tensor([T, T - 5]), weight=0.5, want_recall=True, noise=noise)
     carrier = torch.zeros((), requires_grad=True) if frozen else out
     got = RetentionLoss.apply(carrier, raw, log_gamma, q, k, lse, evict_at, retention, 3)
@@ -224,7 +278,7 @@ def test_one_pass_a_layer_under_activation_checkpointing():
     q, k, v = (x.float() for x in inputs(T))
     x = torch.ones(1, requires_grad=True)
     raw = torch.randn(2, 2, T, requires_grad=True)
-    grads, noise = {}, torch.rand(1, 2, 2, 128)
+    grads, noise = {}, torch.rand(1, 3, 2, 2, 128)
     for use in (False, True):
         retention = Retention(SPEC, torch.tensor([T, T]), noise=noise)
 
@@ -283,7 +337,10 @@ def test_scorer_and_decay_gradients_on_gpu(T):
         lse = attention(*x, evict_at)[1]
         target = future_attention(x[0], x[1], lse, 16, None, evict_at)
         at = torch.arange(spec.n_slots, T, 3, device=device).expand(2, 2, -1)
-        boundary_loss(scores, log_gamma, target, spec, at, torch.ones(2, 1, 1, dtype=torch.bool, device=device)).backward()
+        valid, ranking = torch.ones(2, 1, 1, dtype=torch.bool, device=device), rank_targets(target, log_gamma, spec)
+        u = torch.rand(2, *at.shape, generator=torch.Generator().manual_seed(0)).to(device)
+        (boundary_loss(scores, log_gamma, ranking, spec, at, valid) +
+         pair_loss(scores, log_gamma, ranking, spec, at, valid, u)).backward()
         grads[device] = {n: p.grad.double().cpu() for n, p in scorer.named_parameters()}
     for name, want in grads["cpu"].items():
         assert (grads["cuda"][name] - want).norm() <= 2e-3 * want.norm() + 1e-9, name

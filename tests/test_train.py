@@ -390,7 +390,7 @@ def gradients(train_base, weight, pad=EOT):
     idx, lengths, starts = train.collate_problems([train.Problems("train", 0)[i] for i in range(2)])
     assert lengths[0] != lengths[1]
     idx[torch.arange(idx.shape[1]) >= lengths[:, None]] = pad
-    noise = torch.rand(2, 2, 2, 128, generator=torch.Generator().manual_seed(1))
+    noise = torch.rand(2, 3, 2, 2, 128, generator=torch.Generator().manual_seed(1))
     retention, anchors = Retention(SPEC, lengths, weight=weight, noise=noise), None if train_base else []
     if train_base:
         hidden = model(idx, train.training_attend(model, SPEC, retention))
@@ -615,9 +615,10 @@ def test_the_retention_loss_gets_its_settings(base, tmp_path, monkeypatch, kind)
         return made[-1]
     monkeypatch.setattr(train, "Retention", make)
     assert run(*job(kind, base, tmp_path), "--steps", 3, "--n-samples", 6, "--tau", 0.5, "--no-bounded", "--seed", 2,
-               "--log-every", 2, "--target-power", 1.5) == 0
+               "--log-every", 2, "--target-power", 1.5, "--pair-weight", 0.25) == 0
     for r in made:  # weight: 1 / layers
         assert (r.weight, r.n_samples, r.tau, r.bounded, r.power) == (0.5, 6, 0.5, False, 1.5)
+        assert r.pair_weight == 0.25 and r.noise.shape == (2, 3, 2, 2, 6)
     assert len({r.noise.sum().item() for r in made}) == 3 and all(r.spec == SPEC and r.passes == 2 for r in made)
     assert [len(r.recall) for r in made] == [0, 2, 2]  # measured where it is logged
 
