@@ -423,8 +423,8 @@ def test_a_graphed_run_is_the_ordinary_run(base, tmp_path, policy, args):  # noq
     ends = {}
     for name in ("graph", "no-graph"):
         out = tmp_path / name
-        assert train.main([*QUIET, "--steps", "12", "--log-every", "2", *job(policy, base, out, *args), "--device", "cuda",
-                           "--workers", "0", "--no-compile", f"--{name}"]) == 0
+        assert train.main([*QUIET, "--steps", "12", "--log-every", "2", *job(policy, base, out, *args), "--no-compile",
+                           "--device", "cuda", "--workers", "0", f"--{name}"]) == 0
         ends[name] = state_of(out)
     for a, b in zip(ends["graph"]["history"], ends["no-graph"]["history"], strict=True):
         for key in {"kl", "retention", "recall", "marked", "target"} & a.keys():
