@@ -107,7 +107,8 @@ def first_look(args):
         model, weights, spec, scorers = base, "base", None, None
         if budget is not None:
             settings = retrofits.get(folder, plain)
-            spec = CacheSpec(settings["n_sink"], settings["window"], budget, state_entries(policy, config.head_dim))
+            charge = state_entries(policy, config.head_dim, config.group_size, settings["window"])
+            spec = CacheSpec(settings["n_sink"], settings["window"], budget, charge)
             if folder == args.base:
                 scorers = make_scorers(policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head,
                                        head_dim=config.head_dim, window=spec.window)

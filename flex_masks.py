@@ -330,6 +330,7 @@ def dense_reference(q, k, v, mask_mod=None, score_mod=None, scale=None, chunk=12
             scores = (rows @ k[:, :, :seen].transpose(-1, -2)).view(B, H, stop - start, seen)
             if score_mod is not None:
                 scores = score_mod(scores, b, h, q_idx, kv_idx)
+                keep_graph = keep_graph or scores.requires_grad  # it may bring tensors of its own to be taught
             if mask_mod is not None:
                 hidden = ~mask_mod(b, h, q_idx, kv_idx)
                 scores = scores.masked_fill(hidden, -math.inf) if keep_graph else scores.masked_fill_(hidden, -math.inf)

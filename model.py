@@ -1,6 +1,6 @@
 """The transformer and its checkpoints: one decoder for the shapes of Qwen3 and Llama.
 
-Read bottom-up: Transformer -> Block -> Attention, MLP -> RMSNorm, RoPE; then save_model and load_model.
+Read bottom-up: Transformer -> Block -> Attention, MLP -> RMSNorm, RoPE; then GraphedStep, save_model and load_model.
 Departures from the plain thing (nanoGPT's model.py):
 - attention is handed in with every call, `attend(layer, q, k, v)`: dense, masked or cached, the model does not know;
 - grouped-query attention with an explicit head_dim (H * D need not be C), RMSNorm, SwiGLU, no dropout;
@@ -281,6 +281,45 @@ class Transformer(nn.Module):
         """hidden (..., C) -> logits (..., V)."""
         head = self.model.embed_tokens if self.config.tie_embeddings else self.lm_head
         return F.linear(hidden, head.weight)
+
+
+# ----------------------------------------------------------------------------- a step as a CUDA graph
+
+class GraphedStep:
+    """step(*tensors, **flags) -> dict of tensors, on a GPU as a CUDA graph after `warmup` ordinary calls.
+
+    A training step is about a thousand small kernels, and launching them one by one takes longer than running them. The
+    first calls are real steps; the next one is captured, and from then on inputs are copied into the captured
+    tensors and the graph is replayed. One graph for each set of flags. What it returns is overwritten by the next call.
+    A step that waits for the device, or whose shapes depend on data, raises at its capture.
+    """
+
+    def __init__(self, step, enabled, warmup=3):
+        self.step, self.enabled, self.warmup = step, enabled, warmup
+        self.calls, self.graphs = {}, {}
+        self.stream = torch.cuda.Stream() if enabled else None
+
+    def __call__(self, *inputs, **flags):
+        if not self.enabled:
+            return self.step(*inputs, **flags)
+        key = (*flags.items(), *(x.shape for x in inputs))
+        self.calls[key] = self.calls.get(key, 0) + 1
+        if self.calls[key] <= self.warmup:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                out = self.step(*inputs, **flags)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return out
+        if key not in self.graphs:
+            static, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                out = self.step(*static, **flags)
+            self.graphs[key] = graph, static, out
+        graph, static, out = self.graphs[key]
+        for mine, given in zip(static, inputs):
+            mine.copy_(given)
+        graph.replay()
+        return out
 
 
 # ----------------------------------------------------------------------------- checkpoints

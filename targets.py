@@ -6,6 +6,7 @@ What this file holds:
   pair_loss          the same for any kept token against any dropped one: early tokens far above the boundary
   retention_recall   share of the teacher's top-k that the student keeps, the figure to watch
   RetentionLoss      custom autograd function: identity forward, all of the above in the backward
+  noisy_gate, gated_attention, gate_shortfall   what dms-cap is taught instead: DMS with its Gumbel-sigmoid gate
 How it departs from plain distillation: the attention matrix never exists. exp(score - lse) is the probability itself,
 so the log-sum-exp of a call that swaps q and k IS the log of a token's future mass. The loss reaches the scorer only.
 
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import flex_masks
-from flex_masks import TILE, CacheSpec, dense_reference, effective_priority, running_topk
+from flex_masks import TILE, CacheSpec, dense_reference, effective_priority, keep_everything, running_topk
 
 # Power of the mean over future queries; 1 is the paper's. An oracle with 1 drops records that are read only once.
 POWER = 2.0
@@ -273,3 +274,56 @@ class RetentionLoss(torch.autograd.Function):
             uniform = at[..., :r.n_samples // 2]  # the half that is not late-biased
             r.recall[layer] = retention_recall(evict_at, teacher, r.spec, uniform, valid)
         return grad, grads[0], grads[1], None, None, None, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dms-cap: DMS (arXiv 2506.05345) has no targets. A gate per token dims its key in the attention, and two losses meet in
+# the gates: distillation keeps open those that matter, the shortfall asks for a share of closed ones.
+
+GATE_TAU = 0.1  # gates are soft in training and hard in use: low, so that few stand half open
+
+
+def noisy_gate(logits, noise, tau=GATE_TAU):
+    """Gumbel-sigmoid: z = (logit + g1 - g2) / tau, the gate being sigmoid(z), 1 = evict. The difference of two Gumbel
+    numbers is logistic, logit(u). logits (B, H_kv, T), noise likewise, uniform: data, not a generator, because a CUDA
+    graph would replay its numbers. -> (B, H_kv, T)."""
+    return (logits + torch.logit(noise.to(logits.dtype), eps=1e-6)) / tau
+
+
+def gated_attention(q, k, v, z, spec):
+    """Causal attention in which a key beyond the window, no sink, keeps the share 1 - sigmoid(z_t) of its weight: its
+    scores get log(1 - sigmoid(z_t)) = logsigmoid(-z_t). q (B, H, T, D), k, v (B, H_kv, T, D), z (B, H_kv, T), to which
+    gradients flow as well -> (B, H, T, D)."""
+    H, group_size = q.shape[1], q.shape[1] // k.shape[1]
+    n_sink, window = spec.n_sink, spec.window
+    log_keep = F.logsigmoid(-z)
+    evict_at = keep_everything(*k.shape[:3], k.device)
+
+    def gate_score_mod(score, b, h, q_idx, kv_idx):
+        beyond = (q_idx - kv_idx >= window) & (kv_idx >= n_sink)
+        # a single look-up: FlexAttention knows the gradient of one
+        return score + torch.where(beyond, log_keep[b, h // group_size, kv_idx], 0.0)
+
+    if not q.is_cuda:
+        mask_mod = flex_masks.generate_evict_at_mask_mod(evict_at, group_size)
+        return dense_reference(q, k, v, mask_mod, gate_score_mod, causal=True)[0]
+    log_keep = flex_masks.pad_to_tile(log_keep, 0.0, 2).contiguous()
+    block_mask = flex_masks.evict_at_block_mask(flex_masks.pad_to_tile(evict_at, flex_masks.NEVER, 2).contiguous(), H)
+    return flex_masks.fused_attention(q, k, v, block_mask, score_mod=gate_score_mod, enable_gqa=True)[0]
+
+
+def gate_shortfall(gates, spec, lengths, ramp):
+    """max(0, target - marked). marked: share of hard gates (z > 0; straight-through, the gradient is the sigmoid's)
+    among the tokens that leave the window, over all layers, rows and heads at once, so that heads may share unevenly;
+    sinks count as unmarked. target: ramp (0 to 1, a scalar tensor) times 1 - (n_slots - window) / (mean length -
+    window), the share at which rows end with n_slots live tokens on average.
+    gates: (B, H_kv, T) a layer; lengths (B,) -> loss, marked, target: scalars."""
+    z = torch.stack(gates)  # (n_layer, B, H_kv, T)
+    t = torch.arange(z.shape[-1], device=z.device)
+    left = t < (lengths - spec.window).view(-1, 1, 1)  # (B, 1, T)
+    soft = z.sigmoid()
+    hard = soft + ((z > 0).to(z.dtype) - soft).detach()
+    marked = hard.masked_fill(~left | (t < spec.n_sink), 0.0).sum() / left.expand_as(z).sum().clamp(min=1)
+    beyond = (lengths.to(z.dtype).mean() - spec.window).clamp(min=1)
+    target = ramp * (1 - (spec.n_slots - spec.window) / beyond).clamp(min=0)
+    return (target - marked).clamp(min=0), marked.detach(), target

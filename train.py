@@ -2,10 +2,11 @@
 
     python train.py                           the scorer alone on the shipped base; any device, minutes on two cores
     python train.py --train-base              the full retrofit: every weight, KL from the model's own dense copy
+    python train.py --train-base --policy streaming      a control: the base adapts to a policy that learns nothing
     python train.py --stage pretrain          make the base model itself
 
-What this file holds: Settings (every knob, its default and its reason), the three attends (packed documents, dense,
-sparse), the losses, evaluation, checkpoints, GraphedStep (a whole training step as one CUDA graph), the two loops.
+What this file holds: Settings (every knob, its default and its reason), the attends (packed documents, sparse, gated),
+the losses, evaluation, checkpoints, the two loops.
 How it departs from nanoGPT's train.py: the attention mask comes from the scorer under training, and the loss of the
 scorer is not a term of the forward: it runs in the backward of `targets.RetentionLoss`. Weights go out as safetensors
 that decode.py reads; a single train_state.pt beside them, tensors and numbers only, resumes the run.
@@ -34,9 +35,11 @@ from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
 from flex_masks import (NEVER, CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything,
                         pad_to_tile, plan)
-from model import ModelConfig, Transformer, causal_attend, load_model, save_model
-from targets import (POWER, Retention, RetentionLoss, boundary_loss, future_attention, rank_targets, retention_recall,
-                     sample_queries, teacher_evict_at)
+from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, save_model
+from targets import (POWER, Retention, RetentionLoss, boundary_loss, future_attention, gate_shortfall, gated_attention,
+                     noisy_gate, rank_targets, retention_recall, sample_queries, teacher_evict_at)
+
+ADAPTED = ("streaming", "random", "knorm")  # nothing to learn but the base: with --train-base the `-plus` rows
 
 
 def option(default, reason, **extra):
@@ -54,9 +57,11 @@ class Settings:
     resume: bool = option(False, "continue from the training state in --out")
     device: str = option("auto", "auto, cpu or cuda", choices=["auto", "cpu", "cuda"])
     seed: int = option(0, "weights, data order and sampled boundaries all follow from it")
-    policy: str = option("kvpop", "which scorer learns", choices=["kvpop", "kvpop-mlp"])
+    policy: str = option("kvpop", "which scorer learns, or with --train-base to which mask the base adapts",
+                         choices=["kvpop", "kvpop-mlp", "kvpop-nodelay", "position", "dms-cap", *ADAPTED])
     families: str = option("both", "problems of the retrofit", choices=["both", *FAMILIES, "mark"])
     budget: int = option(256, "entries a KV head may hold, everything included; traces have about 2,150 tokens")
+    budget_start: int = option(0, "the budget falls from this to --budget over the first half of the run; 0 = constant")
     n_sink: int = option(4, "first tokens, never evicted: models park attention there")
     window: int = option(64, "recent tokens, the query included, never evicted")
     steps: int = option(None, "optimiser steps")
@@ -76,7 +81,7 @@ class Settings:
     target_power: float = option(POWER, "power mean over future queries in the target; 1 is the paper's mean mass")
     top_k: int = option(256, "teacher logits that the KL sees, renormalised")
     prompt_weight: float = option(0.1, "loss weight of prompt tokens in pretraining: they are mostly random")
-    forget: float = option(0.5, "share of pretraining documents that lose sight of spent scratch after the window: else "
+    forget: float = option(0.5, "share of pretraining documents that lose sight of spent scratch after the window, or "
                                 "a small model looks up old sums instead of doing new ones, and needs every byte")
     n_layer: int = option(6, "layers of the base model that --stage pretrain makes, as the next five")
     n_embd: int = option(256, "width")
@@ -131,6 +136,10 @@ def parse_settings(argv=None):
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
         if not 0 < getattr(settings, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(settings, name)}")
+    if settings.policy in ADAPTED and settings.stage == "retrofit" and not settings.train_base:
+        raise ValueError(f"policy {settings.policy} has nothing to learn: add --train-base to adapt the base to it")
+    if settings.budget_start and (settings.budget_start < settings.budget or settings.policy == "dms-cap"):
+        raise ValueError("--budget-start must not be below --budget, and dms-cap has a ramp of its own: leave it out")
     if settings.stage == "pretrain" and (Path(settings.out) / "scorer.json").is_file():
         raise ValueError(f"--out {settings.out} holds a retrofit, whose scorer does not fit a new base: choose another")
     if settings.stage == "retrofit" and Path(settings.out).resolve() == Path(settings.model).resolve():
@@ -150,14 +159,17 @@ def packed_attend(evict_at, n_head):
     return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask)[0]
 
 
-def policy_attend(scorers, spec, lengths, on_layer=None):
+def policy_attend(scorers, spec, lengths, on_layer=None, starts=None):
     """The masked parallel form of a policy: score, plan, attend. `on_layer(layer, q, k, lse, scores, evict_at)` sees
-    each layer's result. Used by evaluation; training adds the retention loss in `training_attend`."""
+    each layer's result. Used by evaluation; training adds the retention loss in `training_attend`. starts (B,), the
+    last prompt position of each row, is what random-prompt needs: ValueError without."""
     def attend(layer, q, k, v):
         scorer = scorers[layer]
         if getattr(scorer, "name", "") == "oracle":
             _, dense_lse = attention(q, k, v, keep_everything(*k.shape[:3], k.device))
             scorer.scores = future_attention(q, k, dense_lse, spec.window, lengths, power=scorer.power or POWER)
+        if starts is not None and hasattr(scorer, "prompt_lengths"):
+            scorer.prompt_lengths = starts + 1
         scores = scorer(k, v, lengths)
         evict_at = plan(effective_priority(scores, scorer.log_gamma()), spec)
         out, lse = attention(q, k, v, evict_at)
@@ -171,7 +183,7 @@ def training_attend(model, spec, retention, anchors=None):
     """Sparse attention under the scorer being trained, with the retention loss attached.
 
     anchors given: the base is frozen and runs under no_grad; each layer leaves a zero there whose backward
-    teaches its scorer. Otherwise the loss rides on the attention output.
+    teaches its scorer. Otherwise the loss rides on the attention output. A policy that learns nothing gets none.
     """
     def attend(layer, q, k, v):
         scorer = model.scorers[layer]
@@ -180,12 +192,23 @@ def training_attend(model, spec, retention, anchors=None):
         with torch.no_grad():
             evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
         out, lse = attention(q, k, v, evict_at)
+        if scorer.window is None:
+            return out
         inputs = (scores, log_gamma, q.detach(), k.detach(), lse.detach(), evict_at, retention, layer)
         if anchors is None:
             return RetentionLoss.apply(out, *inputs)
         with torch.enable_grad():
             anchors.append(RetentionLoss.apply(q.new_zeros((), requires_grad=True), *inputs))
         return out
+    return attend
+
+
+def gated_attend(model, spec, noise, gates):
+    """dms-cap in training: every key stays, dimmed by its noisy gate (targets.py). noise (n_layer, B, H_kv, T) uniform;
+    each layer appends its z (B, H_kv, T) to gates. The KL teaches the gates through the attention."""
+    def attend(layer, q, k, v):
+        gates.append(noisy_gate(model.scorers[layer].logits(k, v), noise[layer]))
+        return gated_attention(q, k, v, gates[-1], spec)
     return attend
 
 
@@ -249,8 +272,10 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
             log_gamma = scorers[layer].log_gamma()
             ranking = rank_targets(target, log_gamma, spec)
             losses.append(boundary_loss(scores, log_gamma, ranking, spec, at, valid, tau).item())
-            recalls.append(retention_recall(evict_at, teacher_evict_at(ranking, spec), spec, at[..., :32], valid).item())
-        attend = causal_attend if scorers is None else policy_attend(scorers, spec, lengths, watch if learned else None)
+            teacher = teacher_evict_at(ranking, spec)
+            recalls.append(retention_recall(evict_at, teacher, spec, at[..., :32], valid).item())
+        attend = causal_attend if scorers is None else policy_attend(
+            scorers, spec, lengths, watch if learned else None, starts)
         with autocast(device):
             guess = torch.cat([model.unembed(h).argmax(-1) for h in model(idx, attend).split(1)])
         mask = response_mask(idx.shape[1], lengths, starts)[:, :-1]
@@ -395,6 +420,16 @@ def set_rates(optimizer, step, settings):
             group["lr"] = lr
 
 
+def stage_spec(spec, settings, step, stages=4):
+    """The CacheSpec in force at `step`. With --budget-start the budget falls to --budget by equal ratios, in `stages`
+    equal parts of the first half of the run: a CUDA graph holds one budget, and is captured anew for each."""
+    stage = 2 * stages * step // settings.steps
+    if not settings.budget_start or stage >= stages:
+        return spec
+    ratio = spec.budget / settings.budget_start
+    return replace(spec, budget=round(settings.budget_start * ratio ** (stage / stages)))
+
+
 def optimizer_step(optimizer, settings):
     """Clip, step, forget the gradients (a graph must allocate its own) -> the gradient norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -402,43 +437,6 @@ def optimizer_step(optimizer, settings):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-class GraphedStep:
-    """step(*tensors, **flags) -> dict of tensors, on a GPU as a CUDA graph after `warmup` ordinary calls.
-
-    A training step is about a thousand small kernels, and launching them one by one takes longer than running them. The
-    first calls are real steps; the next one is captured, and from then on inputs are copied into the captured
-    tensors and the graph is replayed. One graph for each set of flags. What it returns is overwritten by the next call.
-    A step that waits for the device, or whose shapes depend on data, raises at its capture.
-    """
-
-    def __init__(self, step, enabled, warmup=3):
-        self.step, self.enabled, self.warmup = step, enabled, warmup
-        self.calls, self.graphs = {}, {}
-        self.stream = torch.cuda.Stream() if enabled else None
-
-    def __call__(self, *inputs, **flags):
-        if not self.enabled:
-            return self.step(*inputs, **flags)
-        key = (*flags.items(), *(x.shape for x in inputs))
-        self.calls[key] = self.calls.get(key, 0) + 1
-        if self.calls[key] <= self.warmup:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                out = self.step(*inputs, **flags)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return out
-        if key not in self.graphs:
-            static, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream):
-                out = self.step(*static, **flags)
-            self.graphs[key] = graph, static, out
-        graph, static, out = self.graphs[key]
-        for mine, given in zip(static, inputs):
-            mine.copy_(given)
-        graph.replay()
-        return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -495,14 +493,15 @@ def retrofit(settings):
     model = load_model(settings.model, device=settings.device, dtype=torch.float32)
     config = model.config
     spec = CacheSpec(settings.n_sink, settings.window, settings.budget,
-                     scorers_module.state_entries(settings.policy, config.head_dim))
+                     scorers_module.state_entries(settings.policy, config.head_dim, config.group_size, settings.window))
     if config.vocab_size <= EOT:
         raise ValueError(f"{settings.model} has {config.vocab_size} tokens, but the traces use byte ids up to {EOT}: "
                          "point --model at a base made by --stage pretrain")
     make = lambda policy: scorers_module.make_scorers(  # noqa: E731
         policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window,
         seed=settings.seed).to(settings.device)
-    teacher = copy.deepcopy(model).requires_grad_(False) if settings.train_base else None
+    gated = settings.policy == "dms-cap"  # taught by the KL, so it needs a teacher even where the base is frozen
+    teacher = copy.deepcopy(model).requires_grad_(False) if settings.train_base else model if gated else None
     model.scorers = make(settings.policy)
     optimizer = make_optimizer(model, settings)
     first_step = run.resume(model, optimizer)
@@ -518,54 +517,66 @@ def retrofit(settings):
         dense = evaluate(model, settings.device, settings.eval_problems, families=families)
         streaming = evaluate(model, settings.device, settings.eval_problems, replace(spec, state_entries=0),
                              make("streaming"), families=families)
-        run.log["before"] = report("before", dense=dense, streaming=streaming, **{settings.policy: measure()})
+        results = {"dense": dense, "streaming": streaming} | {settings.policy: measure()}
+        run.log["before"] = report("before", **results)
     run.started = time.time()
     rows = Problems("train", settings.seed, families)
     pad_to = MAX_LENGTH if settings.device == "cuda" else None  # one shape, one compilation
     collate = functools.partial(collate_problems, pad_to=pad_to)
 
-    def train_step(idx, lengths, starts, noise, want_recall):
-        """-> per-layer retention loss and recall (empty unless wanted), KL (None with a frozen base), gradient norm"""
-        retention = Retention(spec, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples,
+    def train_step(stage, idx, lengths, starts, noise, ramp, want_recall):
+        """One optimiser step under the CacheSpec `stage` -> scalars to log, by name, and the gradient norm."""
+        retention = Retention(stage, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples,
                               tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
                               pair_weight=settings.pair_weight, want_recall=want_recall, noise=noise,
                               compiled=settings.compile and settings.device == "cuda")
-        kl = None
-        if settings.train_base:
+        values, anchors, gates = {}, [], []
+        if teacher is None:
+            with autocast(settings.device), torch.no_grad():
+                model(idx, training_attend(model, stage, retention, anchors))
+            loss = sum(anchors)
+        else:
             with autocast(settings.device):
                 with torch.no_grad():
                     teacher_hidden = teacher(idx, causal_attend)
-                hidden = model(idx, training_attend(model, spec, retention))
+                hidden = model(idx, gated_attend(model, stage, noise, gates) if gated else
+                               training_attend(model, stage, retention))
                 response = response_mask(idx.shape[1], lengths, starts)
-                kl = distillation_kl(model, hidden, teacher, teacher_hidden, response,
-                                     min(settings.top_k, config.vocab_size))
-            kl.backward()
-        else:
-            anchors = []
-            with autocast(settings.device), torch.no_grad():
-                model(idx, training_attend(model, spec, retention, anchors))
-            sum(anchors).backward()
-        return (list(retention.loss.values()), list(retention.recall.values()), None if kl is None else kl.detach(),
-                optimizer_step(optimizer, settings))
+                loss = values["kl"] = distillation_kl(model, hidden, teacher, teacher_hidden, response,
+                                                      min(settings.top_k, config.vocab_size))
+            if gated:
+                shortfall, values["marked"], values["target"] = gate_shortfall(gates, stage, lengths, ramp)
+                loss = loss + shortfall
+        loss.backward()
+        for name, layers in (("retention", retention.loss), ("recall", retention.recall)):
+            if layers:
+                values[name] = torch.stack(list(layers.values())).mean()
+        return {name: value.detach() for name, value in values.items()}, optimizer_step(optimizer, settings)
 
-    run_step = GraphedStep(train_step, settings.graph and settings.device == "cuda")
-    tokens, done = 0, first_step
+    tokens, done, stage = 0, first_step, None
     try:
         for step, batch in enumerate(loader(rows, settings, first_step, collate), first_step):
             logging = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
-            noise = torch.rand(config.n_layer, 3, len(batch[0]), config.n_kv_head, settings.n_samples,
+            heads = (len(batch[0]), config.n_kv_head)
+            shape = (*heads, batch[0].shape[1]) if gated else (3, *heads, settings.n_samples)
+            noise = torch.rand(config.n_layer, *shape,
                                generator=torch.Generator().manual_seed(settings.seed * 10**6 + step))
+            ramp = torch.tensor(min(1.0, (step + 1) / (0.6 * settings.steps)))  # of the share that dms-cap must mark
+            if stage != (now := stage_spec(spec, settings, step)):
+                if settings.device == "cuda":
+                    torch.cuda.synchronize()  # the last stage's graph may still run, and its memory is given back here
+                stage, run_step = now, GraphedStep(functools.partial(train_step, now),
+                                                   settings.graph and settings.device == "cuda")
             set_rates(optimizer, step, settings)
-            losses, recalls, kl, norm = run_step(*(x.to(settings.device) for x in (*batch, noise)), want_recall=logging)
+            values, norm = run_step(*(x.to(settings.device) for x in (*batch, noise, ramp)), want_recall=logging)
             done = step + 1
             tokens += int(batch[1].sum())
             if logging:
                 finite(norm, step)
-                values = dict(retention=torch.stack(losses).mean().item(), recall=torch.stack(recalls).mean().item())
-                if math.isnan(values["recall"]):  # nothing was evicted, or nothing is selected
+                values = {name: value.item() for name, value in values.items()}
+                if math.isnan(values.get("recall", 0.0)):  # nothing was evicted, or nothing is selected
                     del values["recall"]
-                if kl is not None:
-                    values["kl"] = finite(kl, step)
+                finite(values.get("kl", 0.0), step)
                 run.progress(step, first_step, tokens, **values)
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 report(f"step {step + 1}", **{settings.policy: measure()})
@@ -584,7 +595,7 @@ def retrofit(settings):
 
 
 def finite(loss, step):
-    value = loss.item()
+    value = float(loss)
     if not math.isfinite(value):
         raise ValueError(f"the loss is {value} at step {step + 1}: --out keeps the last checkpoint; lower the rate")
     return value
