@@ -371,11 +371,12 @@ class Run:
 
 def provenance(device):
     """commit, date, device and versions: what a number needs beside it."""
+    commit = os.environ.get("KVPOP_COMMIT")  # for a tree that was copied without its .git
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True,
-                                cwd=Path(__file__).parent).stdout.strip()
+        commit = commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True,
+                                          cwd=Path(__file__).parent).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        commit = os.environ.get("KVPOP_COMMIT", "unknown")  # for a tree that was copied without its .git
+        commit = "unknown"
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return {"commit": commit, "date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__,
             "python": sys.version.split()[0]}
