@@ -36,8 +36,8 @@ from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
 from flex_masks import (NEVER, CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything,
                         pad_to_tile, plan)
 from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, save_model
-from targets import (POWER, Retention, RetentionLoss, boundary_loss, future_attention, gate_shortfall, gated_attention,
-                     noisy_gate, rank_targets, retention_recall, sample_queries, teacher_evict_at)
+from targets import (PAIR_SHARE, POWER, Retention, RetentionLoss, future_attention, gate_shortfall, gated_attention,
+                     noisy_gate, rank_targets, retention_loss, retention_recall, sample_queries, teacher_evict_at)
 
 ADAPTED = ("streaming", "random", "knorm")  # nothing to learn but the base: with --train-base the `-plus` rows
 
@@ -74,7 +74,7 @@ class Settings:
     final_lr_ratio: float = option(0.08, "cosine ends at this share of the peak")
     weight_decay: float = option(None, "AdamW; the paper has 1e-4")
     clip: float = option(1.0, "gradient norm")
-    pair_weight: float = option(1.0, "of the kept-against-dropped loss beside the boundary loss; 0 is the paper's loss")
+    pair_share: float = option(PAIR_SHARE, "of kept against dropped in the scorer's loss; 0 is the paper's boundary loss")
     n_samples: int = option(128, "boundaries a sequence and head at which the scorer is taught")
     tau: float = option(1.0, "temperature of the boundary loss")
     bounded: bool = option(True, "future mass of an evicted token as if it were put back (targets.py)")
@@ -129,10 +129,9 @@ def parse_settings(argv=None):
     for name in ("steps", "batch_size", "log_every", "save_every", "eval_problems", "n_samples", "top_k"):
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
-    if not 0 <= settings.forget <= 1:
-        raise ValueError(f"--forget is a share, 0 to 1, got {settings.forget}")
-    if not 0 <= settings.pair_weight < math.inf:
-        raise ValueError(f"--pair-weight must be 0 or more, got {settings.pair_weight}")
+    for name in ("forget", "pair_share"):
+        if not 0 <= getattr(settings, name) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} is a share, 0 to 1, got {getattr(settings, name)}")
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
         if not 0 < getattr(settings, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(settings, name)}")
@@ -254,7 +253,7 @@ def autocast(device):
 
 @torch.no_grad()
 def evaluate(model, device, n, spec=None, scorers=None, split="validation", families=FAMILIES, bounded=True, tau=1.0,
-             power=POWER):
+             power=POWER, pair_share=PAIR_SHARE):
     """Teacher-forced on n problems a family: share of trace tokens and of whole traces right; for a learned scorer also
     the retention loss and recall. A whole trace is right exactly when greedy decoding under the policy writes it.
 
@@ -267,11 +266,11 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
     for idx, lengths, starts, problems in problem_batches(n, device, batch_size, split, families):
         def watch(layer, q, k, lse, scores, evict_at):
             target = future_attention(q, k, lse, spec.window, lengths, evict_at if bounded else None, power=power)
-            u = torch.rand(*scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
-            at, valid = sample_queries(64, *scores.shape[:2], spec, lengths, u)
+            u = torch.rand(3, *scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
+            at, valid = sample_queries(64, *scores.shape[:2], spec, lengths, u[0])
             log_gamma = scorers[layer].log_gamma()
             ranking = rank_targets(target, log_gamma, spec)
-            losses.append(boundary_loss(scores, log_gamma, ranking, spec, at, valid, tau).item())
+            losses.append(retention_loss(scores, log_gamma, ranking, spec, at, valid, u[1:], tau, pair_share).item())
             teacher = teacher_evict_at(ranking, spec)
             recalls.append(retention_recall(evict_at, teacher, spec, at[..., :32], valid).item())
         attend = causal_attend if scorers is None else policy_attend(
@@ -513,7 +512,7 @@ def retrofit(settings):
     families = FAMILIES if settings.families == "both" else (settings.families,)
     measure = lambda: evaluate(model, settings.device, settings.eval_problems, spec, model.scorers,  # noqa: E731
                                families=families, bounded=settings.bounded, tau=settings.tau,
-                               power=settings.target_power)
+                               power=settings.target_power, pair_share=settings.pair_share)
     if first_step == 0:
         dense = evaluate(model, settings.device, settings.eval_problems, families=families)
         streaming = evaluate(model, settings.device, settings.eval_problems, replace(spec, state_entries=0),
@@ -529,7 +528,7 @@ def retrofit(settings):
         """One optimiser step under the CacheSpec `stage` -> scalars to log, by name, and the gradient norm."""
         retention = Retention(stage, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples,
                               tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
-                              pair_weight=settings.pair_weight, want_recall=want_recall, noise=noise,
+                              pair_share=settings.pair_share, want_recall=want_recall, noise=noise,
                               compiled=settings.compile and settings.device == "cuda")
         values, anchors, gates = {}, [], []
         if teacher is None:

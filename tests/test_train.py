@@ -615,10 +615,10 @@ def test_the_retention_loss_gets_its_settings(base, tmp_path, monkeypatch, kind)
         return made[-1]
     monkeypatch.setattr(train, "Retention", make)
     assert run(*job(kind, base, tmp_path), "--steps", 3, "--n-samples", 6, "--tau", 0.5, "--no-bounded", "--seed", 2,
-               "--log-every", 2, "--target-power", 1.5, "--pair-weight", 0.25) == 0
+               "--log-every", 2, "--target-power", 1.5, "--pair-share", 0.25) == 0
     for r in made:  # weight: 1 / layers
         assert (r.weight, r.n_samples, r.tau, r.bounded, r.power) == (0.5, 6, 0.5, False, 1.5)
-        assert r.pair_weight == 0.25 and r.noise.shape == (2, 3, 2, 2, 6)
+        assert r.pair_share == 0.25 and r.noise.shape == (2, 3, 2, 2, 6)
     assert len({r.noise.sum().item() for r in made}) == 3 and all(r.spec == SPEC and r.passes == 2 for r in made)
     assert [len(r.recall) for r in made] == [0, 2, 2]  # measured where it is logged
 
