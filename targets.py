@@ -4,6 +4,7 @@ What this file holds:
   future_attention   the target: one attention call with queries and keys swapped, fed with the lse of the sparse pass
   boundary_loss      a logistic loss where the cache decides: the newcomer against the token it would displace
   retention_recall   share of the teacher's top-k that the student keeps, the figure to watch
+  RetentionWatch     sums recall, and what kinds of tokens are held, over an evaluation
   RetentionLoss      custom autograd function: identity forward, all of the above in the backward
 How it departs from plain distillation: the attention matrix never exists. exp(score - lse) is the probability itself,
 so the log-sum-exp of a call that swaps q and k IS the log of a token's future mass. The loss reaches the scorer only.
@@ -164,6 +165,40 @@ def retention_recall(evict_at, teacher_evict_at, spec, q, valid):
 def teacher_evict_at(target, log_gamma, spec):
     """The eviction plan that future attention itself would make: the oracle, and the teacher of recall."""
     return flex_masks.plan(effective_priority(target, log_gamma), spec)
+
+
+class RetentionWatch:
+    """Sums what a static policy holds over the batches of an evaluation; an `on_layer` of train.policy_attend.
+    Set `lengths` (B,) int64 and `kinds` (B, T, K) fp64, one-hot, before each pass: the kind of each token; zeros: of
+    none. Recall is NaN, so None here, where nothing is evicted; an oracle's own is not asked for."""
+
+    def __init__(self, scorers, spec):
+        self.scorers, self.spec, self.lengths, self.kinds = scorers, spec, None, None
+        self.recalls, self.held, self.room = ([[] for _ in scorers] for _ in range(3))  # layer -> a tensor a batch
+
+    def __call__(self, layer, q, k, lse, scores, evict_at):
+        spec, end, (B, H_kv, T) = self.spec, self.lengths[:, None, None], scores.shape
+        left = torch.arange(T, device=q.device) + spec.window  # the first query at which a token is out of the window
+        for sums, until in ((self.held, evict_at.minimum(end)), (self.room, end)):
+            queries = (until - left).clamp(min=0).expand(B, H_kv, T).double()
+            sums[layer].append(torch.einsum("bht,btk->k", queries, self.kinds))
+        if spec.n_select and self.scorers[layer].name != "oracle":
+            target = future_attention(q, k, lse, spec.window, self.lengths, evict_at)
+            u = torch.rand(B, H_kv, 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
+            at, valid = sample_queries(64, B, H_kv, spec, self.lengths, u)
+            teacher = teacher_evict_at(target, self.scorers[layer].log_gamma(), spec)
+            self.recalls[layer].append(retention_recall(evict_at, teacher, spec, at[..., :32], valid))  # uniform ones
+
+    def recall(self):
+        """By layer, a list, or None."""
+        layers = [torch.stack(r).nanmean().item() if r else math.nan for r in self.recalls]
+        return None if any(map(math.isnan, layers)) else layers
+
+    def retention(self):
+        """For each kind, by layer: the share of queries, from when a token left the window to the end of its row, that
+        still see it, over all its tokens and heads. None for a kind that no row has."""
+        held, room = (torch.stack([sum(x) for x in sums], dim=1) for sums in (self.held, self.room))  # (K, n_layer)
+        return [(h / r).tolist() if (r > 0).all() else None for h, r in zip(held, room)]
 
 
 @dataclass

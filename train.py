@@ -157,14 +157,17 @@ def packed_attend(doc_end, n_head, entropies):
     return attend
 
 
-def policy_attend(scorers, spec, lengths, on_layer=None):
+def policy_attend(scorers, spec, lengths, on_layer=None, prompt_lengths=None):
     """The masked parallel form of a policy: score, plan, attend. `on_layer(layer, q, k, lse, scores, evict_at)` sees
-    each layer's result. Used by evaluation; training adds the retention loss in `training_attend`."""
+    each layer's result. prompt_lengths (B,): for a policy that never evicts prompts. Used by evaluation; training adds
+    the retention loss in `training_attend`."""
     def attend(layer, q, k, v):
         scorer = scorers[layer]
         if getattr(scorer, "name", "") == "oracle":
             _, dense_lse = attention(q, k, v, keep_everything(*k.shape[:3], k.device))
             scorer.scores = future_attention(q, k, dense_lse, spec.window, lengths, power=scorer.power or POWER)
+        elif getattr(scorer, "name", "") == "random-prompt":
+            scorer.prompt_lengths = prompt_lengths
         scores = scorer(k, v, lengths)
         evict_at = plan(effective_priority(scores, scorer.log_gamma()), spec)
         out, lse = attention(q, k, v, evict_at)
@@ -257,7 +260,8 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
             losses.append(boundary_loss(scores, log_gamma, target, spec, at, valid, tau).item())
             recalls.append(retention_recall(evict_at, teacher_evict_at(target, log_gamma, spec), spec, at[..., :32],
                                             valid).item())
-        attend = causal_attend if scorers is None else policy_attend(scorers, spec, lengths, watch if learned else None)
+        attend = (causal_attend if scorers is None else
+                  policy_attend(scorers, spec, lengths, watch if learned else None, starts + 1))
         with autocast(device):
             guess = torch.cat([model.unembed(h).argmax(-1) for h in model(idx, attend).split(1)])
         mask = response_mask(idx.shape[1], lengths, starts)[:, :-1]
