@@ -288,29 +288,30 @@ def quality(args):
     grid = earlier_rows("tune", base_checkpoint=mine)
     jobs = [(task, case, case.spec(config)) for task in args.families for case in quality_cases(args, task, grid)]
     settings = dict(base_checkpoint=mine, problems=args.problems, rollout_problems=args.rollout_problems,
-                    rollouts=args.rollouts, forced_problems=args.forced_problems, seed=args.seed, dtype=str(dtype)[6:])
+                    forced_problems=args.forced_problems, seed=args.seed, dtype=str(dtype)[6:])
+    most = max(args.problems, args.rollout_problems if args.rollouts > 1 else 0)
     rows, clock = earlier_rows(args.out, strict=True, **settings), Clock(len(jobs))
     base = load_model(args.base, device, dtype).eval()
     if plain := sorted({case.policy for _, case, _ in jobs if case.policy in FREE and case.tuned_at is None}):
         print(f"default settings, python bench.py tune has found none: {', '.join(plain)}")
     for task, case, spec in jobs:
         clock.start()
-        problems = [make_problem(task, i, "test") for i in range(max(args.problems, args.rollout_problems))]
+        problems = [make_problem(task, i, "test") for i in range(most)]
         lengths = [len(p.prompt) + len(p.trace) + 1 for p in problems[:args.problems]]
         who = dict(policy=case.policy, task=task, budget=case.budget, model=Path(case.folder).resolve().name)
         how = dict(weights="adapted" if case.adapted else "base", checkpoint=fingerprint(case.folder, case.weights),
                    n_sink=spec and spec.n_sink, window=spec and spec.window, options=case.options)
-        done = [r for r in rows if matches(r, **who, **how)]
-        rows = [r for r in rows if not matches(r, **who) or r in done]  # a former checkpoint's or setting's are gone
+        rows = [r for r in rows if matches(r, **how) or not matches(r, **who)]  # a former checkpoint's or setting's go
+        done = [r for r in rows if matches(r, **who)]
         ways = [(1, problems[:args.problems])]
-        if args.rollouts and case.policy != "oracle":
+        if args.rollouts > 1 and case.policy != "oracle":
             ways.append((args.rollouts, problems[:args.rollout_problems]))
-        if len(done) == len(ways):
+        ways = [way for way in ways if not any(r["n_rollouts"] == way[0] for r in done)]
+        if not ways:
             continue
         model, spec, scorers = case.load(base, args.seed)
-        if done:
-            row = done[0]
-        else:
+        row = dict(done[0]) if done else {}
+        if not row:
             tokens, train_seed = training(case.folder) if case.trained or case.adapted else (0, None)
             few = scorers is not None and scorers[0].dynamic  # these take a step for each token
             some, note = problems[:args.forced_problems if few else args.problems], impossible(case, spec, problems)
@@ -321,7 +322,7 @@ def quality(args):
                        **result, traces_right=sum(bits) / len(bits) if bits else None, forced_problems=len(some),
                        seed=args.seed, trained_tokens=tokens, train_seed=train_seed, tuned_at=case.tuned_at,
                        decoded=case.policy != "oracle", note=note)
-        for n_rollouts, some in ways[len(done):]:
+        for n_rollouts, some in ways:
             right = peak = None
             if not row["decoded"]:
                 right = [int(bit) for bit in bits]
@@ -592,13 +593,14 @@ def parse_args(argv):
     add("--budgets", "of the training-free policies (default: those of the retrofits)", nargs="*", type=int)
     add("--problems", "test problems a family for greedy decoding", 512, type=int)
     add("--rollout-problems", "of them (or more), for sampling", 128, type=int)
-    add("--rollouts", "samples a problem, 0 = none", 16, type=int)
+    add("--rollouts", "samples a problem; 0 or 1: greedy alone", 16, type=int)
     add("--forced-problems", "of them, for the teacher-forced figures of dynamic policies", 128, type=int)
     add("--rows", "decoded at a time", 2048, type=int)
     add("--out", "name of the JSON in assets/results", "quality")
     add = command(tune, "the best setting of each training-free policy")
     shared(add, list(FREE), ["arith"])
-    add("--budgets", "to tune at; quality scales a window to others", [256, 512], nargs="+", type=int)
+    add("--budgets", "to tune at; for others quality takes the nearest, its window in proportion", [256], nargs="+",
+        type=int)
     add("--problems", "validation problems a family", 64, type=int)
     add = command(figures, "pictures of what quality wrote")
     add("--name", "of the JSON in assets/results", "quality")

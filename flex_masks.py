@@ -462,14 +462,15 @@ def direct_labels(ax, labels):
         heights[i] = min(heights[i], 1.0 - (len(heights) - 1 - i) * gap) if over else heights[i]
     for height, (_, x, y, text) in zip(heights, labels):
         ax.annotate(text, (x, y), (1.06, height), textcoords="axes fraction", fontsize=7.5, va="center",
-                    annotation_clip=False, arrowprops=dict(arrowstyle="-", color="0.6", linewidth=0.5, shrinkB=2))
+                    annotation_clip=False, arrowprops=dict(arrowstyle="-", color="0.7", linewidth=0.6, linestyle=":"))
 
 
-def line_style(i, heavy):
-    """Distinct in black and white: a marker for each line, strong for what was trained."""
-    return dict(marker="os^vDPX*<>phd"[i % 13], linestyle=("-", "--", ":", "-.")[i % 4], markersize=5,
-                color="black" if heavy else "0.45", linewidth=1.6 if heavy else 0.8,
-                markerfacecolor="black" if heavy else "white")
+def line_style(i, policy, trained):
+    """Distinct in black and white: a marker a line, black and filled if trained, dots for the oracle."""
+    bound = policy.startswith("oracle")
+    return dict(marker="os^vDPX*<>phd"[i % 13], linestyle=":" if bound else ("-", "--", "-.")[i % 3], markersize=5,
+                color="black" if trained or bound else "0.45", linewidth=1.6 if trained or bound else 0.8,
+                markerfacecolor="black" if trained and not bound else "white")
 
 
 def draw_accuracy(path, rows):
@@ -499,7 +500,7 @@ def draw_accuracy(path, rows):
                     ax.axhline(y[0], color="black", linewidth=1.0, linestyle=(0, (8, 3)))
                     labels.append((budgets[-1] if budgets else 1, y[0], "dense (all entries)"))
                     continue
-                ax.plot(x, y, **line_style(i, any(row["trained_tokens"] for row in line)))
+                ax.plot(x, y, **line_style(i, name, line[0]["trained_tokens"]))
                 if value is not wrong:
                     ax.vlines(x, [r["ci_low"] for r in line], [r["ci_high"] for r in line], color="0.6", linewidth=0.8)
                 labels.append((x[-1], y[-1], name))
@@ -508,8 +509,7 @@ def draw_accuracy(path, rows):
             ax.minorticks_off()
             ax.set_xlabel("entries kept per KV head and layer (budget), log scale")
             if value is wrong:
-                ax.set_yscale("log")
-                ax.set(ylabel="wrong bytes per 1000 of the trace, teacher-forced, log scale (0.01: none)",
+                ax.set(yscale="log", ylabel="wrong bytes per 1000 of the trace, teacher-forced (0.01: none)",
                        title=f"{task}: errors (less is better)")
             else:
                 ax.set(ylim=(-0.02, 1.02), ylabel="pass@1, greedy (share of problems; bars: 95 % interval)",
@@ -526,15 +526,15 @@ def draw_recall(path, rows):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(8, 5))
-    fig.subplots_adjust(left=0.09, right=0.68, top=0.92, bottom=0.11)
+    fig.subplots_adjust(left=0.09, right=0.64, top=0.92, bottom=0.11)
     for i, row in enumerate(rows):
-        ax.plot(row["recall_by_layer"], **line_style(i, row["trained_tokens"]))
+        ax.plot(row["recall_by_layer"], **line_style(i, row["policy"], row["trained_tokens"]))
     n_layer = max(len(row["recall_by_layer"]) for row in rows)
     ax.set(xlabel="layer", ylabel="recall (share of what future attention would keep)", ylim=(0, 1),
            xticks=range(n_layer), title="What a policy keeps of the teacher's selection")
     ax.grid(axis="y", color="0.92")
     direct_labels(ax, [(len(row["recall_by_layer"]) - 1, row["recall_by_layer"][-1],
-                        f"{row['policy']}, {row['budget']} entries ({row['task']})") for row in rows])
+                        f"{row['policy']} ({row['weights']}), {row['budget']} entries, {row['task']}") for row in rows])
     fig.savefig(path, dpi=100)
     plt.close(fig)
 
@@ -552,9 +552,9 @@ def draw_retention(path, rows):
         ax.axis("off")
     for row, ax in zip(rows, axes.flat):
         kinds = [kind for kind, layers in row["retention"].items() if layers]
-        table = torch.tensor([row["retention"][kind] for kind in kinds]).T  # (n_layer, kinds)
+        table = list(zip(*(row["retention"][kind] for kind in kinds)))  # layers, each a share a kind
         image = ax.imshow(table, cmap="Greys", vmin=0, vmax=1, aspect="auto")
-        for layer, line in enumerate(table.tolist()):
+        for layer, line in enumerate(table):
             for kind, share in enumerate(line):
                 ax.text(kind, layer, f"{share:.2f}", ha="center", va="center", fontsize=8,
                         color="white" if share > 0.55 else "black")
