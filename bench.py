@@ -13,7 +13,6 @@ Losing rows stay in. What a row means stands beside the function that makes it.
 """
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -31,7 +30,7 @@ from data.traces import FAMILIES, MAX_LENGTH, check, make_problem, worth_keeping
 from decode import check_prompts, force, generate, weights_folder
 from flex_masks import CacheSpec, draw_accuracy, draw_recall, draw_retention
 from model import ModelConfig, causal_attend, load_model, read_json
-from scorer import (LEARNED, POLICIES, check_policy, check_window, geometry, load_scorers, make_scorers, state_entries)
+from scorer import LEARNED, POLICIES, check_policy, geometry, load_scorers, make_scorers, state_entries
 from targets import RetentionWatch
 from train import Settings, evaluate, policy_attend, provenance
 
@@ -118,7 +117,6 @@ class Case:
         spec, scorers = self.spec(config), None
         if self.trained:
             scorers = load_scorers(self.folder)[0].to(weight.device)
-            check_window(scorers, spec.window)
         elif spec is not None:
             scorers = make_scorers(self.scorer, n_layer=config.n_layer, n_kv_head=config.n_kv_head, seed=seed,
                                    head_dim=config.head_dim, window=spec.window, **self.options).to(weight.device)
@@ -237,7 +235,7 @@ def best_setting(case, grid, task):
     mine = [r for r in grid if (r["policy"], r["task"]) == (case.policy, task) and r["traces_right"] is not None]
     if not mine:
         return case
-    at = min((r["budget"] for r in mine), key=lambda budget: (abs(math.log(budget / case.budget)), budget))
+    at = min((r["budget"] for r in mine), key=lambda budget: abs(budget - case.budget))
     best = max((r for r in mine if r["budget"] == at), key=lambda r: (r["traces_right"], r["token_accuracy"]))
     return replace(case, n_sink=best["n_sink"], window=max(1, round(best["window"] * case.budget / at)),
                    options=best["options"], tuned_at=at)
@@ -575,7 +573,7 @@ def parse_args(argv):
         return lambda flag, text, default=None, **extra: sub.add_argument(
             flag, default=default, help=text + ("" if default is None else " (default: %(default)s)"), **extra)
 
-    def shared(add, policies, families=None):
+    def common(add, policies, families=None):
         add("--base", "base checkpoint", "assets/base")
         if policies:
             add("--policies", "training-free policies, run on the base at each budget", policies, nargs="*")
@@ -587,7 +585,7 @@ def parse_args(argv):
         add("--graph", "on a GPU, replay decode steps as a CUDA graph", True, action=argparse.BooleanOptionalAction)
 
     add = command(quality, "accuracy of every policy at every budget")
-    shared(add, [*FREE, "oracle"], ["arith"])
+    common(add, [*FREE, "oracle"], ["arith"])
     add("--retrofit", "retrofitted checkpoints", sorted(str(p.parent) for p in Path("assets").glob("*/scorer.json")),
         nargs="*", metavar="FOLDER")
     add("--budgets", "of the training-free policies (default: those of the retrofits)", nargs="*", type=int)
@@ -598,7 +596,7 @@ def parse_args(argv):
     add("--rows", "decoded at a time", 2048, type=int)
     add("--out", "name of the JSON in assets/results", "quality")
     add = command(tune, "the best setting of each training-free policy")
-    shared(add, list(FREE), ["arith"])
+    common(add, list(FREE), ["arith"])
     add("--budgets", "to tune at; for others quality takes the nearest, its window in proportion", [256], nargs="+",
         type=int)
     add("--problems", "validation problems a family", 64, type=int)
@@ -606,7 +604,7 @@ def parse_args(argv):
     add("--name", "of the JSON in assets/results", "quality")
     add("--folder", "for the pictures", "assets")
     add = command(first_look, "pass@1 of a few policies on both families")
-    shared(add, ["streaming", "random", "knorm", "oracle"])
+    common(add, ["streaming", "random", "knorm", "oracle"])
     add("--retrofit", "retrofitted checkpoints, one a budget", ["assets/kvpop"], nargs="*", metavar="FOLDER")
     add("--budgets", "of the training-free policies (default: those of the retrofits)", nargs="*", type=int)
     add("--problems", "test problems, half of each family", 512, type=int)

@@ -22,7 +22,6 @@ from decode import KVCache, dense_spec, generate, step
 from flex_masks import CacheSpec
 from model import ModelConfig, Transformer, causal_attend, save_model
 from scorer import LEARNED, POLICIES, make_scorer, make_scorers, save_scorers
-from targets import future_attention
 
 SHAPE = dict(n_layer=2, n_kv_head=2, head_dim=8)
 SETTINGS = dict(n_sink=2, window=8, budget=40, base="../base")  # kvpop's state costs 5 of them
@@ -471,6 +470,7 @@ def test_grids(budget):
             case = replace(bench.free_case(policy, "b", budget), n_sink=n_sink, window=window, options=options)
             spec = case.spec(ModelConfig(264, 2, 256, 8, 4, 32, 48, 512))
             assert spec.n_select > 0 or policy == "streaming"
+            assert spec.state_entries == options.get("n_queries", 0)  # two heads a group, half an entry each
             assert make_scorer(policy, n_kv_head=4, head_dim=32, window=spec.window, layer=0, **options)
     assert set(bench.FREE) | set(LEARNED) | {"dense", "oracle"} == set(POLICIES)
 
