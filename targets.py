@@ -5,6 +5,7 @@ What this file holds:
   boundary_loss      a logistic loss where the cache decides: the newcomer against the token it would displace
   pair_loss          the same for any kept token against any dropped one: early tokens far above the boundary
   retention_recall   share of the teacher's top-k that the student keeps, the figure to watch
+  RetentionWatch     sums recall, and what kinds of tokens are held, over an evaluation
   RetentionLoss      custom autograd function: identity forward, all of the above in the backward
   noisy_gate, gated_attention, gate_shortfall   what dms-cap is taught instead: DMS with its Gumbel-sigmoid gate
 How it departs from plain distillation: the attention matrix never exists. exp(score - lse) is the probability itself,
@@ -221,6 +222,40 @@ def teacher_evict_at(ranking, spec):
     """The eviction plan that future attention itself would make: the oracle, and the teacher of recall."""
     teacher, rank, cutoff = ranking
     return flex_masks.evict_at_from_cutoffs(rank, cutoff, spec, teacher.shape[-1])
+
+
+class RetentionWatch:
+    """Sums what a static policy holds over the batches of an evaluation; an `on_layer` of train.policy_attend.
+    Set `lengths` (B,) int64 and `kinds` (B, T, K) fp64, one-hot, before each pass: the kind of each token; zeros: of
+    none. Recall is NaN, so None here, where nothing is evicted; an oracle's own is not asked for."""
+
+    def __init__(self, scorers, spec):
+        self.scorers, self.spec, self.lengths, self.kinds = scorers, spec, None, None
+        self.recalls, self.held, self.room = ([[] for _ in scorers] for _ in range(3))  # layer -> a tensor a batch
+
+    def __call__(self, layer, q, k, lse, scores, evict_at):
+        spec, end, (B, H_kv, T) = self.spec, self.lengths[:, None, None], scores.shape
+        left = torch.arange(T, device=q.device) + spec.window  # the first query at which a token is out of the window
+        for sums, until in ((self.held, evict_at.minimum(end)), (self.room, end)):
+            queries = (until - left).clamp(min=0).expand(B, H_kv, T).double()
+            sums[layer].append(torch.einsum("bht,btk->k", queries, self.kinds))
+        if spec.n_select and self.scorers[layer].name != "oracle":
+            target = future_attention(q, k, lse, spec.window, self.lengths, evict_at)
+            u = torch.rand(B, H_kv, 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
+            at, valid = sample_queries(64, B, H_kv, spec, self.lengths, u)
+            teacher = teacher_evict_at(rank_targets(target, self.scorers[layer].log_gamma(), spec), spec)
+            self.recalls[layer].append(retention_recall(evict_at, teacher, spec, at[..., :32], valid))  # uniform ones
+
+    def recall(self):
+        """By layer, a list, or None."""
+        layers = [torch.stack(r).nanmean().item() if r else math.nan for r in self.recalls]
+        return None if any(map(math.isnan, layers)) else layers
+
+    def retention(self):
+        """For each kind, by layer: the share of queries, from when a token left the window to the end of its row, that
+        still see it, over all its tokens and heads. None for a kind that no row has."""
+        held, room = (torch.stack([sum(x) for x in sums], dim=1) for sums in (self.held, self.room))  # (K, n_layer)
+        return [(h / r).tolist() if (r > 0).all() else None for h, r in zip(held, room)]
 
 
 @dataclass

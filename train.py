@@ -74,7 +74,7 @@ class Settings:
     final_lr_ratio: float = option(0.08, "cosine ends at this share of the peak")
     weight_decay: float = option(None, "AdamW; the paper has 1e-4")
     clip: float = option(1.0, "gradient norm")
-    pair_share: float = option(PAIR_SHARE, "of kept against dropped in the scorer's loss; 0 is the paper's boundary loss")
+    pair_share: float = option(PAIR_SHARE, "kept against dropped in the scorer's loss; 0 is the paper's boundary loss")
     n_samples: int = option(128, "boundaries a sequence and head at which the scorer is taught")
     tau: float = option(1.0, "temperature of the boundary loss")
     bounded: bool = option(True, "future mass of an evicted token as if it were put back (targets.py)")
@@ -158,17 +158,17 @@ def packed_attend(evict_at, n_head):
     return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask)[0]
 
 
-def policy_attend(scorers, spec, lengths, on_layer=None, starts=None):
+def policy_attend(scorers, spec, lengths, on_layer=None, prompt_lengths=None):
     """The masked parallel form of a policy: score, plan, attend. `on_layer(layer, q, k, lse, scores, evict_at)` sees
-    each layer's result. Used by evaluation; training adds the retention loss in `training_attend`. starts (B,), the
-    last prompt position of each row, is what random-prompt needs: ValueError without."""
+    each layer's result. prompt_lengths (B,): for a policy that never evicts prompts. Used by evaluation; training adds
+    the retention loss in `training_attend`."""
     def attend(layer, q, k, v):
         scorer = scorers[layer]
         if getattr(scorer, "name", "") == "oracle":
             _, dense_lse = attention(q, k, v, keep_everything(*k.shape[:3], k.device))
             scorer.scores = future_attention(q, k, dense_lse, spec.window, lengths, power=scorer.power or POWER)
-        if starts is not None and hasattr(scorer, "prompt_lengths"):
-            scorer.prompt_lengths = starts + 1
+        elif getattr(scorer, "name", "") == "random-prompt":
+            scorer.prompt_lengths = prompt_lengths
         scores = scorer(k, v, lengths)
         evict_at = plan(effective_priority(scores, scorer.log_gamma()), spec)
         out, lse = attention(q, k, v, evict_at)
@@ -274,7 +274,7 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
             teacher = teacher_evict_at(ranking, spec)
             recalls.append(retention_recall(evict_at, teacher, spec, at[..., :32], valid).item())
         attend = causal_attend if scorers is None else policy_attend(
-            scorers, spec, lengths, watch if learned else None, starts)
+            scorers, spec, lengths, watch if learned else None, starts + 1)
         with autocast(device):
             guess = torch.cat([model.unembed(h).argmax(-1) for h in model(idx, attend).split(1)])
         mask = response_mask(idx.shape[1], lengths, starts)[:, :-1]

@@ -121,7 +121,7 @@ def test_first_look_takes_every_kind_of_folder(base, folders, tmp_path, monkeypa
                        *(str(folders[name]) for name in ("streaming-plus", "kvpop-nodelay", "dms-cap-plus"))]) == 0
     rows = [r for r in strict_json(tmp_path / "assets/results/first-look.json")["rows"] if r["family"] == "both"]
     assert [(r["policy"], r["weights"]) for r in rows] == [
-        ("dense", "base"), ("streaming", "base"), ("streaming", "adapted"), ("kvpop-nodelay", "base"),
+        ("dense", "base"), ("streaming", "base"), ("streaming-plus", "adapted"), ("kvpop-nodelay", "base"),
         ("dms-cap", "adapted")]
 
 
@@ -380,7 +380,7 @@ def test_random_prompt_learns_how_long_prompts_are():
     scorers = make_scorers("random-prompt", n_layer=2, n_kv_head=2, head_dim=8, window=8)
     idx = torch.randint(65, 90, (2, 150))
     lengths, starts, plans = torch.tensor([150, 120]), torch.tensor([19, 40]), []
-    attend = train.policy_attend(scorers, spec, lengths, lambda *args: plans.append(args[-1]), starts)
+    attend = train.policy_attend(scorers, spec, lengths, lambda *args: plans.append(args[-1]), starts + 1)
     with torch.no_grad():
         model(idx, attend)
         model(idx, attend)  # set anew in each pass
