@@ -71,7 +71,8 @@ def detect_style(template: str) -> Style:
 # ----------------------------------------------------------------------------- rendering
 
 def parts(messages: list[dict], style: Style, thinking: bool = True, prompt: bool = True) -> list[tuple[str, bool]]:
-    """[(text, is it a control token)] of messages [{"role": system|user|assistant, "content": str}].
+    """[(text, is it a control token)] of messages [{"role": system|user|assistant, "content": str}], an assistant's
+    perhaps with "reasoning_content": str.
     prompt: end with the opening of the assistant's turn. Of Qwen3's own earlier answers the thoughts are left out, as
     its template does. ValueError for other roles, for contents that are no text, for thinking that cannot be."""
     check(messages, style, thinking)
@@ -85,7 +86,7 @@ def parts(messages: list[dict], style: Style, thinking: bool = True, prompt: boo
     for i, message in enumerate(messages):
         content = message["content"]
         if message["role"] == "assistant" and style.name == "qwen3":
-            thoughts, content = split_thoughts(content)
+            thoughts, content = split_thoughts(content, message.get("reasoning_content"))
             if i > asked and (i == len(messages) - 1 or thoughts):
                 thoughts = thoughts.strip("\n")
                 content = f"<think>\n{thoughts}\n</think>\n\n" + content.lstrip("\n")
@@ -93,8 +94,10 @@ def parts(messages: list[dict], style: Style, thinking: bool = True, prompt: boo
     return out + opening(style, thinking) if prompt else out
 
 
-def split_thoughts(content: str) -> tuple[str, str]:
-    """(thoughts, answer) of what a thinking model wrote."""
+def split_thoughts(content: str, thoughts: str | None = None) -> tuple[str, str]:
+    """(thoughts, answer) of what a thinking model wrote, unless a data set gives the thoughts apart."""
+    if thoughts is not None:
+        return thoughts, content
     if "</think>" not in content:
         return "", content
     thoughts = content.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
