@@ -1,9 +1,9 @@
 """data/tokenizer.py on tokenizer.json: the ids that Hugging Face's library gives, or a refusal by name.
 
-fixtures/tokenizers/ids.json holds 284 strings and their recorded ids (it says how they were made) for two whole
+fixtures/tokenizers/ids.json holds 284 strings and their recorded ids (it says how they were made) for three whole
 tokenizers, too large to keep here, and for five small ones beside it, which between them have every twist: bytes
 without a token, digits split off first, NFC around special tokens, merges listed several times, text between matches.
-KVPOP_SMOLLM2 and KVPOP_QWEN3 name folders with the whole ones.
+KVPOP_SMOLLM2, KVPOP_QWEN3 and KVPOP_LLAMA3 name folders with the whole ones.
 """
 import copy
 import json
@@ -41,14 +41,15 @@ def test_ids_are_the_recorded_ones(name):
     assert len(RECORDED["strings"]) == 284 and mismatches(Tokenizer(spec(name)), name) == []
 
 
-@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
+@pytest.mark.parametrize("name", ["smollm2", "qwen3", "llama3"])
 def test_ids_of_whole_tokenizers(name):
     folder = os.environ.get(f"KVPOP_{name.upper()}")
     if not folder:
         pytest.skip(f"KVPOP_{name.upper()} does not name a folder with the tokenizer.json of {name}")
     tokenizer = load_tokenizer(folder)
     assert mismatches(tokenizer, name) == []
-    assert (tokenizer.n_vocab, len(tokenizer.added)) == {"smollm2": (49152, 17), "qwen3": (151669, 26)}[name]
+    assert (tokenizer.n_vocab, len(tokenizer.added)) == {"smollm2": (49152, 17), "qwen3": (151669, 26),
+                                                         "llama3": (128256, 256)}[name]
 
 
 @pytest.mark.parametrize("name, twist", [
