@@ -1,10 +1,12 @@
 """The transformer and its checkpoints: one decoder for the shapes of Qwen3 and Llama.
 
-Read bottom-up: Transformer -> Block -> Attention, MLP -> RMSNorm, RoPE; then GraphedStep, save_model and load_model.
+Read bottom-up: Transformer -> Block -> Attention, MLP -> RMSNorm, RoPE; then GraphedStep, save_model, load_model and
+resolve_checkpoint (a hub id as a local folder).
 Departures from the plain thing (nanoGPT's model.py):
 - attention is handed in with every call, `attend(layer, q, k, v)`: dense, masked or cached, the model does not know;
 - grouped-query attention with an explicit head_dim (H * D need not be C), RMSNorm, SwiGLU, no dropout;
-- half-split RoPE at absolute positions (`input_pos`), so a key keeps its place after others were evicted;
+- half-split RoPE at absolute positions (`input_pos`), so a key keeps its place after others were evicted; plain, or
+  stretched to longer contexts as Llama 3 and YaRN do;
 - Qwen3 normalises q and k per head, before RoPE; Llama does not. Heads are tied or not;
 - parameters carry Hugging Face names: a checkpoint is config.json + model.safetensors, readable by other tools.
 
@@ -13,6 +15,8 @@ Shapes: B batch, T tokens, C n_embd, H n_head, H_kv n_kv_head, D head_dim, V voc
 import json
 import math
 import os
+import re
+import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +32,11 @@ HF_KEYS = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_embd="hid
                max_seq_len="max_position_embeddings", norm_eps="rms_norm_eps", tie_embeddings="tie_word_embeddings",
                attention_bias="attention_bias", mlp_bias="mlp_bias", model_type="model_type", alphabet="alphabet")
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+# RoPE scaling: what must be given, and what may be with its default
+ROPE_KEYS = {"llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), {}),
+             "yarn": (("factor",), dict(original_max_position_embeddings=None, attention_factor=None, beta_fast=32.0,
+                                        beta_slow=1.0))}
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 # ----------------------------------------------------------------------------- configuration
@@ -44,6 +53,7 @@ class ModelConfig:
     intermediate_size: int
     max_seq_len: int  # what it was trained on; nothing here has a table of that length
     rope_base: float = 10000.0
+    rope_scaling: dict | None = None  # rope_type llama3 or yarn with all of its ROPE_KEYS; None = plain
     norm_eps: float = 1e-6
     qk_norm: bool = True  # RMSNorm on each head of q and k, before RoPE: what makes a qwen3 of a llama
     tie_embeddings: bool = True
@@ -101,9 +111,14 @@ class ModelConfig:
                  if base is not None}
         if len(bases) > 1:
             raise ValueError(f"config.json gives two values of rope_theta, {sorted(bases)}: keep one")
+        scaling = read_rope_scaling(hf, values["max_seq_len"])
+        if scaling and scaling["rope_type"] == "yarn":  # switched on by hand, with max_position_embeddings as it was
+            stretched = int(scaling["factor"] * scaling["original_max_position_embeddings"])
+            values["max_seq_len"] = max(values["max_seq_len"], stretched)
         eos = hf.get("eos_token_id")
         dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-        return cls(**values, rope_base=bases.pop() if bases else 10000.0, qk_norm=hf["model_type"] == "qwen3",
+        return cls(**values, rope_base=bases.pop() if bases else 10000.0, rope_scaling=scaling,
+                   qk_norm=hf["model_type"] == "qwen3",
                    eos_token_ids=[] if eos is None else list(eos) if isinstance(eos, list) else [eos],
                    dtype=str(dtype).removeprefix("torch."))
 
@@ -113,7 +128,7 @@ class ModelConfig:
         ours = asdict(self)
         hf = {theirs: ours[name] for name, theirs in HF_KEYS.items()}
         hf.update(architectures=[ARCHITECTURES[self.model_type]], hidden_act="silu", rope_theta=self.rope_base,
-                  rope_scaling=None, torch_dtype=self.dtype, eos_token_id=self.eos_token_ids or None)
+                  rope_scaling=self.rope_scaling, torch_dtype=self.dtype, eos_token_id=self.eos_token_ids or None)
         return hf
 
 
@@ -121,13 +136,8 @@ def refuse_unsupported(hf: dict):
     """ValueError, by name, for what a config.json asks and this file does not do."""
     if hf.get("model_type") not in ARCHITECTURES:
         raise ValueError(f"model_type {hf.get('model_type')!r} is not supported: use one of {sorted(ARCHITECTURES)}")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = hf.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default" if key == "rope_parameters" or not rope else None))
-        if kind != "default":
-            raise ValueError(f"{key} of type {kind!r} is not supported: only plain RoPE (null or 'default') is")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} in {key} is not supported")
+    if hf.get("rope_interleaved"):
+        raise ValueError("rope_interleaved is not supported: only half-split RoPE is")
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {hf['hidden_act']!r} is not supported: only 'silu' is")
     if hf.get("quantization_config"):
@@ -141,6 +151,43 @@ def refuse_unsupported(hf: dict):
                          "every layer must be full_attention")
 
 
+def read_rope_scaling(hf: dict, max_seq_len: int) -> dict | None:
+    """RoPE scaling of a config.json, in rope_scaling (older) or rope_parameters (newer), with every key filled in.
+    None for plain RoPE. ValueError names the type or the key that is not supported or not there."""
+    found = []
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = {k: v for k, v in (hf.get(key) or {}).items() if v is not None}
+        kind = rope.get("rope_type", rope.get("type", "default" if key == "rope_parameters" or not rope else None))
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} in {key} is not supported")
+        if kind == "default":
+            continue
+        if kind not in ROPE_KEYS:
+            raise ValueError(f"{key} of type {kind!r} is not supported: only plain RoPE (null or 'default'), 'llama3' "
+                             "and 'yarn' are")
+        needed, optional = ROPE_KEYS[kind]
+        odd = sorted(set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed, *optional})
+        lacking = [name for name in needed if name not in rope]
+        if odd or lacking:
+            raise ValueError(f"{key} of type {kind!r} " + (f"with {', '.join(odd)} is not supported" if odd else
+                                                           f"lacks {', '.join(lacking)}"))
+        given = {**optional, **{name: rope[name] for name in (*needed, *optional) if name in rope}}
+        if given["original_max_position_embeddings"] is None:
+            given["original_max_position_embeddings"] = max_seq_len
+        bad = [name for name, value in given.items() if value is not None and not (
+            isinstance(value, (int, float)) and value > 0)]
+        if bad or kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+            raise ValueError(f"{key} of type {kind!r} needs positive numbers, low_freq_factor below high_freq_factor; "
+                             f"got {given}")
+        found.append(dict(rope_type=kind, **given))
+    if len(found) == 2 and found[0] != found[1]:
+        raise ValueError("config.json gives two RoPE scalings, rope_scaling and rope_parameters: keep one")
+    scaling = found[0] if found else None
+    if scaling and scaling["rope_type"] == "yarn" and scaling["attention_factor"] is None:
+        scaling["attention_factor"] = 0.1 * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+    return scaling
+
+
 # ----------------------------------------------------------------------------- model
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -148,13 +195,37 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rope_cos_sin(input_pos, head_dim: int, base: float, dtype: torch.dtype):
+def rope_frequencies(head_dim: int, base: float, scaling: dict | None, device):
+    """Angle per position of each channel pair, (D/2,) fp64. Scaled: channels that turn often within the context the
+    model was first trained on stay, those that hardly turn are slowed down by `factor`, between them a blend:
+    over the wavelength in llama3, over the channel number in yarn (arXiv 2309.00071)."""
+    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
+    plain = base ** -exponent
+    if scaling is None:
+        return plain
+    context = scaling["original_max_position_embeddings"]
+    if scaling["rope_type"] == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        keep = (context * plain / (2 * math.pi) - low) / (high - low)  # turns within the context, between low and high
+    else:
+        def channel(turns):  # the (real) channel pair that turns so often
+            return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+        first = max(math.floor(channel(scaling["beta_fast"])), 0)
+        last = min(math.ceil(channel(scaling["beta_slow"])), head_dim - 1)
+        pair = torch.arange(head_dim // 2, device=device, dtype=torch.float64)
+        keep = 1 - (pair - first) / max(last - first, 1e-3)
+    keep = keep.clamp(0, 1)
+    return plain * (keep + (1 - keep) / scaling["factor"])
+
+
+def rope_cos_sin(input_pos, head_dim: int, base: float, dtype: torch.dtype, scaling: dict | None = None):
     """cos, sin of shape (1, T, D/2), or (B, 1, T, D/2) when the rows have their own positions: both broadcast over
-    (B, H, T, D/2). Angles are taken in fp64: at position 131,072 an fp32 angle is already off by 0.004 radians."""
-    exponent = torch.arange(0, head_dim, 2, device=input_pos.device, dtype=torch.float64) / head_dim  # (D/2,)
-    angle = input_pos.to(torch.float64)[..., None] * base ** -exponent  # (T, D/2) or (B, T, D/2)
-    angle = angle.unsqueeze(-3)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    (B, H, T, D/2). Angles are taken in fp64: at position 131,072 an fp32 angle is already off by 0.004 radians.
+    YaRN also sharpens attention: its factor, on q and on k, goes into both tables."""
+    frequency = rope_frequencies(head_dim, base, scaling, input_pos.device)
+    angle = (input_pos.to(torch.float64)[..., None] * frequency).unsqueeze(-3)  # (1, T, D/2) or (B, 1, T, D/2)
+    sharpen = (scaling or {}).get("attention_factor", 1.0)
+    return (angle.cos() * sharpen).to(dtype), (angle.sin() * sharpen).to(dtype)
 
 
 def apply_rotary_emb(x, cos, sin):
@@ -260,7 +331,7 @@ class Transformer(nn.Module):
     def rope(self, input_pos):
         """cos, sin for absolute positions (T,) or (B, T): what a caller needs to run a Block by itself."""
         dtype = accumulation_dtype(self.model.embed_tokens.weight.dtype)
-        return rope_cos_sin(input_pos, self.config.head_dim, self.config.rope_base, dtype)
+        return rope_cos_sin(input_pos, self.config.head_dim, self.config.rope_base, dtype, self.config.rope_scaling)
 
     def forward(self, idx, attend, input_pos=None):
         """idx (B, T) int64 -> hidden (B, T, C), after the final norm.
@@ -387,6 +458,45 @@ def load_model(folder, device="cpu", dtype: torch.dtype = torch.float32) -> Tran
         for name, parameter in model.named_parameters():
             parameter.copy_(read(name))
     return model
+
+
+def resolve_checkpoint(name: str, revision: str | None = None) -> Path:
+    """Local folder of a checkpoint: `name` itself, or the files of a Hugging Face hub id "owner/model", from the local
+    cache without a connection if they are all there, else fetched into it. FileNotFoundError in one sentence when
+    there is no such folder and it cannot be fetched."""
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)):
+        raise FileNotFoundError(f"no checkpoint folder {str(name)!r}, and it is no hub id (owner/model)")
+    try:
+        from huggingface_hub import constants, snapshot_download
+    except ImportError:
+        raise FileNotFoundError(f"no checkpoint folder {name!r}; to fetch it as a hub id, pip install datasets, which "
+                                "brings huggingface_hub") from None
+    wanted = dict(repo_id=name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                  ignore_patterns=["*/*"])
+
+    def fetch(**how):
+        folder = Path(snapshot_download(**wanted, **how))
+        weight_files(folder), read_json(folder / "config.json")  # without a network it may give back a part
+        return folder
+    try:
+        return fetch(local_files_only=True)
+    except FileNotFoundError:
+        pass  # not there, or only in part
+    try:
+        return fetch()
+    except Exception as error:  # many kinds: no network, no such id, gated, disk full
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FileNotFoundError(f"no folder {name!r} here, it is not whole in the cache {constants.HF_HUB_CACHE}, and "
+                                f"fetching it from the hub failed: {first}") from None
+
+
+def copy_companions(source, target):
+    """Copy the files that make a checkpoint usable beside its weights (tokenizer, chat template, sampling)."""
+    for name in COMPANIONS:
+        if (Path(source) / name).is_file() and Path(source).resolve() != Path(target).resolve():
+            shutil.copyfile(Path(source) / name, Path(target) / name)
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -345,10 +345,16 @@ def test_config_spellings():
 
 
 @pytest.mark.parametrize("changes, named", [
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling of type 'yarn'"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_scaling of type 'longrope'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}, "'yarn' with mscale is not supported"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "'yarn' needs positive numbers"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+     "two RoPE scalings"),
+    ({"rope_interleaved": True}, "rope_interleaved"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
     ({"rope_scaling": {"factor": 2.0}}, "rope_scaling of type None"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope_parameters of type 'llama3'"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}},
+     "'llama3' lacks factor, low_freq_factor, high_freq_factor, original_max_position_embeddings"),
     ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ({"rope_parameters": {"rope_theta": 5e5}}, "two values of rope_theta"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
