@@ -25,7 +25,7 @@ from flex_masks import TILE, CacheSpec, dense_reference, effective_priority, kee
 # Power of the mean over future queries; 1 is the paper's. An oracle with 1 drops records that are read only once.
 POWER = 2.0
 # Share of pair_loss in the scorer's loss. On a frozen base, 512 entries, 60 steps of one trace: 9.5 wrong bytes a trace
-# with the boundary loss alone, 3.2 with halves, 1.5 with pairs alone.
+# with the boundary loss alone, 3.2 with both, 1.5 with pairs alone; 1.1 once a pair weighs what the wrong choice loses.
 PAIR_SHARE = 1.0
 EPS = 1e-8  # added to the mean mass, so that a token nobody looks at has a finite target
 
@@ -159,13 +159,14 @@ def boundary_loss(scores, log_gamma, ranking, spec, q, valid, tau=1.0, margin_fl
     return (omega * F.softplus(-y * difference / tau)).sum()
 
 
-def pair_loss(scores, log_gamma, ranking, spec, q, valid, u, tau=1.0, margin_floor=0.1, margin_tau=1.0):
+def pair_loss(scores, log_gamma, ranking, spec, q, valid, u, tau=1.0):
     """A token that the teacher keeps at query q against one that it has dropped by then, both drawn uniformly.
 
     The boundary loss looks at the newcomer and the boundary token of queries after the cache is full. A token that is
     older than that and worth far more than the boundary, a definition at the start of a prompt, never appears in it, so
     nothing teaches the scorer to keep it. Here every kept token appears.
-        loss = mean of omega * softplus(-(r_kept(q) - r_dropped(q)) / tau),  omega the margin weight of boundary_loss
+        loss = mean of omega * softplus(-(r_kept(q) - r_dropped(q)) / tau)
+    omega = exp r*_kept(q) - exp r*_dropped(q), normalised to mean 1: the attention that the wrong choice would lose.
     u (2, B, H_kv, S): uniform noise that draws the two. Other arguments and result as for boundary_loss.
     """
     B, H_kv, T = scores.shape
@@ -185,8 +186,9 @@ def pair_loss(scores, log_gamma, ranking, spec, q, valid, u, tau=1.0, margin_flo
             j = (noise[..., None] * size).int().minimum(size - 1) + 1
             chosen.append(torch.searchsorted(count, j).squeeze(-1).clamp(max=rank.shape[-1] - 1) + spec.n_sink)
         t_kept, t_dropped = chosen
-        margin = teacher.gather(-1, t_kept) - teacher.gather(-1, t_dropped)  # >= 0
-        omega = (margin_floor + (1 - margin_floor) * torch.sigmoid(margin / margin_tau)) * valid.to(scores.dtype)
+        age = 0.0 if log_gamma is None else q * log_gamma.view(1, -1, 1)  # a priority holds -t log_gamma already
+        mass_kept, mass_dropped = ((teacher.gather(-1, t) + age).exp() for t in chosen)
+        omega = (mass_kept - mass_dropped).clamp(min=0) * valid.to(scores.dtype)
         omega = omega / omega.sum().clamp(min=1e-12)
     difference = scores.gather(-1, t_kept) - scores.gather(-1, t_dropped)
     if log_gamma is not None:

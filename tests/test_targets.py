@@ -154,8 +154,8 @@ def test_pair_loss_is_its_definition_and_reaches_every_kept_token(decay):
     torch.manual_seed(4)
     T, lengths = 60, torch.tensor([60, 41, 9])
     scores, target = (torch.randn(3, 2, T, dtype=torch.float64) for _ in range(2))
-    target[:, :, 2:6] += 20  # worth far more than any boundary, and older than any newcomer
-    log_gamma = -torch.tensor([0.02, 0.2], dtype=torch.float64) if decay else torch.zeros(2, dtype=torch.float64)
+    target[:, :, 2:6] += 6  # worth far more than any boundary, and older than any newcomer
+    log_gamma = -torch.tensor([0.02, 0.05], dtype=torch.float64) if decay else torch.zeros(2, dtype=torch.float64)
     q, valid = sample_queries(40, 3, 2, SPEC, lengths)
     u = torch.rand(2, 3, 2, 40, dtype=torch.float64)
     u[:, 0, 0, :2] = torch.tensor([[0.0, 1 - 1e-9], [1 - 1e-9, 0.0]], dtype=torch.float64)
@@ -176,7 +176,7 @@ def test_pair_loss_is_its_definition_and_reaches_every_kept_token(decay):
                 best = set(sorted(older, key=lambda t: (eff(target, t), t))[-SPEC.n_select:])
                 kept, dropped = sorted(best), [t for t in older if t not in best]
                 a, d = kept[int(u[0, b, h, s] * len(kept))], dropped[int(u[1, b, h, s] * len(dropped))]
-                weights.append(0.1 + 0.9 / (1 + math.exp(eff(target, d) - eff(target, a))))
+                weights.append(math.exp(eff(target, a)) - math.exp(eff(target, d)))
                 values.append(math.log1p(math.exp(eff(scores, d) - eff(scores, a))))
     want = sum(w * x for w, x in zip(weights, values)) / sum(weights)
     assert abs(loss.item() - want) < 1e-10
