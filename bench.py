@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 
 from data.batches import collate_problems, response_mask
+from data.figures import draw_accuracy, draw_recall, draw_retention
 from data.tokenizer import EOT, decode
 from data.traces import FAMILIES, MAX_LENGTH, check, make_problem, worth_keeping
 from decode import check_prompts, force, generate, weights_folder
-from flex_masks import CacheSpec, draw_accuracy, draw_recall, draw_retention
+from flex_masks import CacheSpec
 from model import ModelConfig, causal_attend, load_model, read_json
 from scorer import LEARNED, POLICIES, check_policy, geometry, load_scorers, make_scorers, state_entries
 from targets import RetentionWatch

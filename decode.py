@@ -25,9 +25,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from data.figures import draw_kept
 from data.tokenizer import EOT, decode, encode_checked
 from data.traces import FAMILIES, check, make_problem
-from flex_masks import NEVER, CacheSpec, attention, draw_kept, effective_priority, plan
+from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
 from model import ModelConfig, Transformer, load_model, read_json
 from scorer import LEARNED, POLICIES, check_policy, check_window, geometry, load_scorers, make_scorers, state_entries
 
