@@ -139,11 +139,11 @@ def parse_settings(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # The attends: what a block's attention does is decided here, per forward call
 
-def packed_attend(evict_at, n_head):
+def packed_attend(evict_at):
     """Attention of packed rows, tokens seen until their evict_at (B, T); one BlockMask serves all layers and heads."""
     evict_at = evict_at[:, None]  # (B, 1, T): all heads alike
-    block_mask = evict_at_block_mask(evict_at, n_head) if evict_at.is_cuda else None
-    return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask)[0]
+    block_mask = evict_at_block_mask(evict_at) if evict_at.is_cuda else None
+    return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask=block_mask)[0]
 
 
 def policy_attend(scorers, spec, lengths, on_layer=None):
@@ -156,7 +156,7 @@ def policy_attend(scorers, spec, lengths, on_layer=None):
             scorer.scores = future_attention(q, k, dense_lse, spec.window, lengths, power=scorer.power or POWER)
         scores = scorer(k, v, lengths)
         evict_at = plan(effective_priority(scores, scorer.log_gamma()), spec)
-        out, lse = attention(q, k, v, evict_at)
+        out, lse = attention(q, k, v, evict_at, spec)
         if on_layer is not None:
             on_layer(layer, q, k, lse, scores, evict_at)
         return out
@@ -175,7 +175,7 @@ def training_attend(model, spec, retention, anchors=None):
             scores, log_gamma = scorer(k.detach(), v.detach(), retention.lengths), scorer.log_gamma()
         with torch.no_grad():
             evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
-        out, lse = attention(q, k, v, evict_at)
+        out, lse = attention(q, k, v, evict_at, spec, compiled=retention.compiled)
         inputs = (scores, log_gamma, q.detach(), k.detach(), lse.detach(), evict_at, retention, layer)
         if anchors is None:
             return RetentionLoss.apply(out, *inputs)
@@ -455,7 +455,7 @@ def pretrain(settings):
 
     def train_step(idx, targets, weight, evict_at):
         with autocast(settings.device):
-            hidden = forward(idx, packed_attend(evict_at, config.n_head))
+            hidden = forward(idx, packed_attend(evict_at))
             loss = cross_entropy(model, hidden, targets, weight)
         loss.backward()
         return loss.detach(), optimizer_step(optimizer, settings)

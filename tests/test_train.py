@@ -273,7 +273,7 @@ def test_forgetful_documents_lose_their_scratch_after_the_window():
 def test_packed_attention_is_attention_in_each_document_alone():
     model = random_model()
     idx, _, _, doc_end = (x[None] for x in train.PackedRows(400, 0, 0.1)[1])
-    packed = model(idx, train.packed_attend(doc_end, model.config.n_head))
+    packed = model(idx, train.packed_attend(doc_end))
     starts = [0, *(e for e in doc_end[0].unique().tolist() if e < 400)]
     assert len(starts) >= 2
     for a, b in zip(starts, starts[1:] + [400]):
