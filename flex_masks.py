@@ -184,39 +184,47 @@ def fenwick_cutoffs(rank, n_select):
 def parallel_cutoffs(rank, n_select, compiled=False):
     """The same thresholds for all prefixes at once, without a loop over T: a walk down a wavelet matrix.
 
-    rank: (..., M) int64 unique in 0..M-1. At each bit of the rank, from the top, every prefix i is a range [lo, hi) of
-    the sequence stably partitioned by the bits above. If the range holds at least k ones the k-th largest has this bit
-    set: go to the ones; otherwise subtract them and go to the zeros. log2(M) levels of cumsum, gathers, a partition.
+    rank: (..., M) int64 unique in 0..M-1. Digit by digit of the rank, from the top: every prefix i is a range [lo, hi)
+    of the sequence stably partitioned by the digits above, in which the k-th largest is sought. Counts of the digits in
+    the range tell its digit and how many are larger; its digit's part of the range is where the walk goes on.
     compiled: through torch.compile (once a shape, tens of seconds), for training on a GPU, where a shape comes back in
     every step and launching the small kernels one by one would cost more than the attention they save.
     """
     if rank.shape[-1] == 0 or n_select == 0:
         return torch.full_like(rank, rank.shape[-1])
     walk = compiled_wavelet_walk if compiled else wavelet_walk
-    return walk(rank, torch.full((), n_select, dtype=torch.int64, device=rank.device))  # data: a graph serves all k
+    n_select = torch.full((), n_select, dtype=torch.int64, device=rank.device)  # data: a graph serves all k
+    return walk(rank.flatten(0, -2), n_select).view_as(rank)
 
 
-def wavelet_walk(rank, n_select):
-    M = rank.shape[-1]
+def wavelet_walk(rank, n_select, bits=3):
+    """rank (Z, M). Levels follow each other and each is a scan, so few levels of 2^bits branches beat many of two."""
+    M, base = rank.shape[-1], 1 << bits
     sequence = rank
     count = torch.arange(1, M + 1, device=rank.device).expand_as(rank)  # candidates in prefix i
     lo, hi = torch.zeros_like(rank), count
     k = torch.minimum(count, n_select)  # short prefixes: any valid k, overwritten at the end
     cutoff = torch.zeros_like(rank)
-    for bit in reversed(range((M - 1).bit_length())):
-        one = (sequence >> bit) & 1
-        zeros = torch.nn.functional.pad((1 - one).cumsum(-1), (1, 0))  # (..., M + 1) zeros among the first j
-        n_zero = zeros[..., -1:]
-        z_lo, z_hi = zeros.gather(-1, lo), zeros.gather(-1, hi)
-        n_one = (hi - lo) - (z_hi - z_lo)
-        up = k <= n_one
-        cutoff = cutoff + (up.long() << bit)
-        k = torch.where(up, k, k - n_one)
-        lo = torch.where(up, n_zero + lo - z_lo, z_lo)
-        hi = torch.where(up, n_zero + hi - z_hi, z_hi)
-        place = torch.arange(M, device=rank.device)
-        goes_to = torch.where(one.bool(), n_zero + place - zeros[..., :-1], zeros[..., :-1])
-        sequence = torch.empty_like(sequence).scatter_(-1, goes_to, sequence)
+    digits = torch.arange(base + 1, device=rank.device).view(-1, 1)
+    for level in reversed(range(max(1, -(-(M - 1).bit_length() // bits)))):
+        digit = (sequence >> (level * bits)) & (base - 1)
+        # among the first j, how many digits are at least d: (Z, base + 1, M + 1)
+        above = torch.nn.functional.pad((digit.unsqueeze(1) >= digits).cumsum(-1, dtype=torch.int32), (1, 0))
+        start = M - above[..., -1].long()  # (Z, base + 1), where the part of digit d begins
+        in_lo, in_hi = (above.gather(-1, x.unsqueeze(1).expand(-1, base + 1, -1)) for x in (lo, hi))
+        larger = in_hi - in_lo
+        branch = (larger >= k.unsqueeze(1)).sum(1) - 1  # (Z, M), the digit of the k-th largest
+
+        def pick(table, i):
+            return table.gather(1, i.unsqueeze(1)).squeeze(1)
+        k = k - pick(larger, branch + 1)
+        cutoff = cutoff + (branch << (level * bits))
+        lo = start.gather(1, branch) + pick(in_lo, branch) - pick(in_lo, branch + 1)
+        hi = start.gather(1, branch) + pick(in_hi, branch) - pick(in_hi, branch + 1)
+        if level:
+            before = above[..., :-1]
+            goes_to = start.gather(1, digit) + pick(before, digit) - pick(before, digit + 1)
+            sequence = torch.empty_like(sequence).scatter_(-1, goes_to, sequence)
     return cutoff.masked_fill(count < n_select, -1)
 
 
@@ -448,6 +456,11 @@ def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compil
 # ---------------------------------------------------------------------------------------------------------------------
 # The attention call
 
+def has_kernel(q):
+    """FlexAttention has no backward on CPUs, and no lse from compiled inference: there dense_reference does the job."""
+    return q.is_cuda
+
+
 def fused_only(q, k, v, **options):
     """flex_attention, but never its unfused form, which builds T x T scores: what it does, silently, where
     torch.compile is switched off or has stopped compiling."""
@@ -533,7 +546,7 @@ def attention(q, k, v, evict_at, spec=None, block_mask=None, compiled=False, ker
     lifetime_attention and flex_attention.
     """
     (B, H, T, D), (H_mask, H_kv) = q.shape, (evict_at.shape[1], k.shape[1])
-    if not q.is_cuda:  # FlexAttention has no backward on CPUs, and no lse from compiled inference
+    if not has_kernel(q):
         return dense_reference(q, k, v, generate_evict_at_mask_mod(evict_at, H // H_mask), causal=True)
     if spec is not None and 2 * spec.n_slots <= T:  # below that few tiles are empty in any order
         return lifetime_attention(q, k, v, evict_at, spec, compiled=compiled, kernel_options=kernel_options)

@@ -35,7 +35,7 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0, kernel_
     """
     (B, H, T, D), H_kv = q.shape, k.shape[1]
     Z, G, rows = B * H_kv, H // H_kv, T - window  # later tokens have no future query: their sum is empty
-    padded = flex_masks.bucket(T) if q.is_cuda else T
+    padded = flex_masks.bucket(T) if flex_masks.has_kernel(q) else T
     q, k = (flex_masks.pad_to(x.reshape(Z, -1, T, D), padded, 0.0, 2) for x in (q, k))
     lse = lse.to(torch.promote_types(lse.dtype, torch.float32)).reshape(Z, G, T)
     lse, lengths = flex_masks.pad_to(lse, padded, 0.0, 2), lengths.int()
@@ -52,7 +52,7 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0, kernel_
     def mask_mod(b, h, t, d):
         return (d >= t + window) & (d < lengths[b // H_kv])
 
-    if not q.is_cuda:
+    if not flex_masks.has_kernel(q):
         k = k[:, :, :rows].expand(-1, G, -1, -1)  # (Z, G, T - window, D)
         return dense_reference(k, q, q[..., :1], mask_mod, score_mod)[1].view(B, H, rows)
     tile = TILE * torch.arange(padded // TILE, device=q.device)

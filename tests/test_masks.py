@@ -182,9 +182,16 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
+    """Everything takes the path of a GPU, and ends in the stand-in."""
     kernel = Kernel()
     monkeypatch.setattr(flex_masks, "compiled_flex_attention", kernel)
+    monkeypatch.setattr(flex_masks, "has_kernel", lambda q: True)
     return kernel
+
+
+def in_time_order(q, k, v, evict_at):
+    """The yardstick: dense_reference of the fast mask."""
+    return dense_reference(q, k, v, generate_evict_at_mask_mod(evict_at, q.shape[1] // evict_at.shape[1]), causal=True)
 
 
 def plans(kind, B, H_kv, T, spec):
@@ -221,7 +228,7 @@ def test_sorted_attention_equals_time_order(kernel, T, kind, n_select, chunk):
     spec = CacheSpec(3, 20, 23 + n_select)
     evict_at = plans(kind, 2, 2, T, spec)
     q, k, v = (torch.randn(2, h, T, 8, dtype=torch.float64) for h in (4, 2, 2))
-    want = out_lse_grads(lambda *x: attention(*x, evict_at), q, k, v)  # a CPU takes the dense reference
+    want = out_lse_grads(lambda *x: in_time_order(*x, evict_at), q, k, v)
     got = out_lse_grads(lambda *x: lifetime_attention(*x, evict_at, spec, chunk), q, k, v)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want):
         assert a.shape == b.shape and (a - b).abs().max() < 1e-11, name
@@ -233,7 +240,7 @@ def test_sorted_attention_equals_time_order(kernel, T, kind, n_select, chunk):
 def test_time_order_equals_reference(kernel, T, kind):
     evict_at = plans(kind, 2, 2, T, CacheSpec(3, 20, 60))
     q, k, v = (torch.randn(2, h, T, 8, dtype=torch.float64) for h in (4, 2, 2))
-    want = out_lse_grads(lambda *x: attention(*x, evict_at), q, k, v)
+    want = out_lse_grads(lambda *x: in_time_order(*x, evict_at), q, k, v)
     block_mask = evict_at_block_mask(evict_at)  # shared by the layers
     for fn in (lambda *x: time_attention(*x, evict_at), lambda *x: time_attention(*x, evict_at, block_mask)):
         for a, b in zip(out_lse_grads(fn, q, k, v), want):
@@ -294,7 +301,7 @@ def test_sorting_empties_tiles():
     in_time = evict_at_block_mask(evict_at)
     tables = lifetime_order(padded_dies(evict_at), spec.n_slots, spec.window, 1024)[3:]
     assert count((in_time.kv_num_blocks, in_time.full_kv_num_blocks)) > 0.49
-    assert ideal < count(tables[0:4:2]) < 1.45 * ideal and count(tables[2:3]) > 0.6 * ideal
+    assert ideal < count(tables[0:4:2]) < 1.5 * ideal and count(tables[2:3]) > 0.5 * ideal
 
 
 def test_a_query_that_sees_more_than_n_slots_is_refused():
@@ -333,8 +340,7 @@ def test_nothing_is_quadratic(kernel, monkeypatch):
             out = func(*args, **(kwargs or {}))
             for x in out if isinstance(out, (tuple, list)) else [out]:
                 if isinstance(x, torch.Tensor):
-                    size = x.untyped_storage().nbytes()
-                    self.largest, self.total = max(self.largest, size), self.total + size
+                    self.largest = max(self.largest, x.untyped_storage().nbytes())
             return out
 
     def stand_in(q, k, v, **options):  # the shapes of the kernel's result, no attention
@@ -384,6 +390,18 @@ def test_unfused_attention_is_impossible(monkeypatch):
     torch._dynamo.reset()
 
 
+def test_attention_chooses_the_order(kernel):
+    """With a spec keys are sorted, once a query sees half of them at most; without one, or with a shared mask, not."""
+    spec = CacheSpec(2, 8, 100)
+    for T, given, rows in ((1000, spec, 8 * 256), (1000, None, 1024), (199, spec, 256), (200, spec, 2 * 256)):
+        q, k, v = (torch.randn(2, h, T, 16, dtype=torch.float64) for h in (4, 2, 2))
+        evict_at = plan(torch.randn(2, 2, T), spec)
+        out, lse = attention(q, k, v, evict_at, given)
+        want = in_time_order(q, k, v, evict_at)
+        assert (out - want[0]).abs().max() < 1e-12 and (lse - want[1]).abs().max() < 1e-12
+        assert kernel.shapes[-1][1] == (4, 1, rows, 16)  # a KV head is a batch row
+
+
 def test_keys_get_the_gradient_of_all_their_rows(kernel):
     """A token that lives through many chunks has a row in each: the backward adds them, twice the same bits."""
     spec, T = CacheSpec(1, 4, 24), 640
@@ -394,7 +412,7 @@ def test_keys_get_the_gradient_of_all_their_rows(kernel):
     assert all(torch.equal(a, b) for a, b in zip(first, again))
     order = lifetime_order(padded_dies(evict_at), spec.n_slots, spec.window, 128)[0]
     assert (order == 0).any(-1).sum() == 5  # the sink, in each of the chunks with real queries
-    assert (first[3] - out_lse_grads(lambda *x: attention(*x, evict_at), q, k, v)[3]).abs().max() < 1e-4
+    assert (first[3] - out_lse_grads(lambda *x: in_time_order(*x, evict_at), q, k, v)[3]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("T", [1, 5, 127, 129, 300])
