@@ -57,7 +57,7 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0, kernel_
         return dense_reference(k, q, q[..., :1], mask_mod, score_mod)[1].view(B, H, rows)
     tile = TILE * torch.arange(padded // TILE, device=q.device)
     tile_t, tile_d, end = tile.view(1, -1, 1), tile.view(1, 1, -1), lengths.view(B, 1, 1)
-    visible = (tile_d + TILE - 1 >= tile_t + window) & (tile_d < end)  # (B, t tiles, d tiles)
+    visible = (torch.minimum(tile_d + TILE, end) > tile_t + window) & (tile_d < end)  # (B, t tiles, d tiles)
     full = (tile_d >= tile_t + TILE - 1 + window) & (tile_d + TILE <= end)
     if B > 1:
         visible, full = visible.repeat_interleave(H_kv, dim=0), full.repeat_interleave(H_kv, dim=0)
