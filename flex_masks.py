@@ -410,22 +410,24 @@ compiled_lifetime_order = torch.compile(lifetime_order, dynamic=False, fullgraph
 
 class GatherRows(torch.autograd.Function):
     """x (Z, h, T, D), order (Z, n_chunk, rows) -> (Z, h, n_chunk * rows, D). A token may have a row in several chunks:
-    the backward adds them in fp32 chunk by chunk, one row a token each time, so that two runs agree bit for bit."""
+    the backward adds them in fp32 chunk by chunk, one live row a token each time, so that runs agree bit for bit."""
 
     @staticmethod
     def forward(ctx, x, order):
-        ctx.save_for_backward(order)
+        Z, h, T, D = x.shape
+        head = T * torch.arange(Z * h, device=x.device).view(Z, h, 1, 1)
+        index = head + order.unsqueeze(1)  # (Z, h, n_chunk, rows), rows of x.view(-1, D): the fast kind of gather
+        ctx.save_for_backward(index)
         ctx.like = x.shape, x.dtype
-        return x.gather(2, order.flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+        return x.reshape(-1, D).index_select(0, index.flatten()).view(Z, h, -1, D)
 
     @staticmethod
     def backward(ctx, grad):
-        (order,), (shape, dtype) = ctx.saved_tensors, ctx.like
-        total = grad.new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
-        for index, part in zip(order.unbind(1), grad.chunk(order.shape[1], dim=2)):
-            index = index[:, None, :, None].expand(-1, shape[1], -1, shape[3])
-            total.scatter_add_(2, index, part.to(total.dtype))  # rows that nobody sees add zeros
-        return total.to(dtype), None
+        (index,), (shape, dtype) = ctx.saved_tensors, ctx.like
+        total = grad.new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32)).view(-1, shape[-1])
+        for rows, part in zip(index.unbind(2), grad.chunk(index.shape[2], dim=2)):
+            total.index_add_(0, rows.flatten(), part.to(total.dtype).flatten(0, 2))  # rows that nobody sees add zeros
+        return total.view(shape).to(dtype), None
 
 
 def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compiled=False, kernel_options=None):
