@@ -457,15 +457,19 @@ def test_pictures(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("T", [1, 127, 129, 1025])
+@pytest.mark.parametrize("T", [1, 127, 129, 1000, 4096])
 @pytest.mark.parametrize("D", [32, 128])
-def test_flex_attention_equals_dense_reference(T, D, dtype):
+@pytest.mark.parametrize("order", ["time", "lifetime"])
+def test_flex_attention_equals_dense_reference(T, D, dtype, order):
     """Yardstick: the error that the same dense formula makes in the working precision, measured here against fp64.
     A fused kernel rounds in another order, so it may err a few times as much, never by orders of magnitude."""
     torch.manual_seed(T)
     q, k, v = (torch.randn(2, h, T, D, device="cuda").to(dtype) for h in (4, 2, 2))
-    evict_at = plan(torch.randn(2, 2, T, device="cuda"), CacheSpec(4, 16, 64))
+    spec = CacheSpec(4, 16, 64 if T < 4096 else 600)
+    evict_at = plan(torch.randn(2, 2, T, device="cuda") * torch.tensor([[1.0], [3.0]], device="cuda"), spec)
+    evict_at[0, 0] = plan(torch.zeros(1, 1, T, device="cuda"), spec)[0, 0]  # heads unlike each other
     mod = generate_evict_at_mask_mod(evict_at, 2)
+    fast = {"time": lambda *x: attention(*x, evict_at), "lifetime": lambda *x: lifetime_attention(*x, evict_at, spec)}
     weight = torch.randn(2, 4, T, D, device="cuda")
 
     def run(fn, *inputs):
@@ -483,7 +487,7 @@ def test_flex_attention_equals_dense_reference(T, D, dtype):
     yardstick = run(low_precision, q, k, v)
     eps = torch.finfo(dtype).eps
     names = ("out", "lse", "dq", "dk", "dv")
-    for name, got, low, want in zip(names, run(lambda *x: attention(*x, evict_at), q, k, v), yardstick, exact):
+    for name, got, low, want in zip(names, run(fast[order], q, k, v), yardstick, exact):
         # a gradient that is exactly zero (dq and dk at T = 1) is measured against the gradient that came in
         scale = max(want.norm().item(), 1e-3 * weight.norm().item())
         error, allowed = (got - want).norm().item() / scale, (low - want).norm().item() / scale
@@ -496,10 +500,56 @@ def grid_on(mod, B, H, T, device):
 
 
 @pytest.mark.gpu
-def test_new_scores_of_the_same_shape_use_the_new_mask():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_new_scores_of_the_same_shape_use_the_new_mask(compiled):
     q, k, v = (torch.randn(1, h, 256, 32, device="cuda") for h in (4, 2, 2))
+    spec = CacheSpec(2, 8, 40)
     for seed in range(3):
         torch.manual_seed(seed)
-        evict_at = plan(torch.randn(1, 2, 256, device="cuda"), CacheSpec(2, 8, 40))
+        evict_at = plan(torch.randn(1, 2, 256, device="cuda"), spec, compiled)
         want = dense_reference(q, k, v, generate_evict_at_mask_mod(evict_at, 2), causal=True)[0]
         assert (attention(q, k, v, evict_at)[0] - want).abs().max() < 1e-4
+        assert (attention(q, k, v, evict_at, spec, compiled=compiled)[0] - want).abs().max() < 1e-4
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # no step waits for the device
+    try:
+        attention(q, k, v, plan(torch.randn(1, 2, 256, device="cuda"), spec, compiled), spec, compiled=compiled)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_memory_is_linear_and_gradients_repeat_bit_for_bit():
+    """Plan, order and tables for 8 KV heads of 32k tokens: far below the 0.5 GB that they may take."""
+    T, spec = 32768, CacheSpec(4, 256, 2048)
+    priority = torch.randn(1, 8, T, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    lifetime_order(padded_dies(plan(priority, spec)), spec.n_slots, spec.window, 2048)
+    extra = (torch.cuda.max_memory_allocated() - before) / 2**20
+    print(f"{extra:.0f} MiB")
+    assert extra < 400
+    evict_at = plan(priority[..., :4096], CacheSpec(4, 256, 1024))
+    q, k, v = (torch.randn(1, h, 4096, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (16, 8, 8))
+    grads = [torch.autograd.grad(lifetime_attention(q, k, v, evict_at, CacheSpec(4, 256, 1024))[0].sum(), (q, k, v))
+             for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.gpu
+def test_twelve_lengths_in_one_process():
+    """With and without gradients: two compiles for each of six padded lengths, and never an unfused call."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    spec, peak = CacheSpec(2, 8, 40), {}
+    for T in range(200, 1301, 100):
+        q, k, v = (torch.randn(1, 2, T, 32, device="cuda").requires_grad_() for _ in range(3))
+        evict_at = plan(torch.randn(1, 2, T, device="cuda"), spec)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attention(q, k, v, evict_at, spec)[0].sum().backward()
+        peak[T] = torch.cuda.max_memory_allocated() - before
+        with torch.no_grad():
+            attention(q, k, v, evict_at, spec)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 12
+    assert peak[1200] <= 6 * peak[200] + 2**22  # 5 buckets of 256 against 1; T x T would be 25

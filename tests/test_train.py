@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import decode
+import flex_masks
 import train
 from data import batches, traces
 from data.tokenizer import EOT
@@ -22,6 +23,7 @@ from flex_masks import CacheSpec
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
 from scorer import load_scorers, make_scorer
 from targets import POWER, Retention
+from test_masks import Kernel
 from train import PRESETS, Settings, lr_factor, make_optimizer, parse_settings
 
 CACHE = dict(n_sink=2, window=8, budget=40)  # kvpop's state costs 5 of them at head_dim 8
@@ -585,6 +587,19 @@ def test_the_full_retrofit_moves_everything_and_stands_alone(base, full_run, tmp
     assert decode.main(["--model", str(tmp_path / "alone"), "--device", "cpu", "--prompt", "A| M=1 M?\n",
                         "--max-new-tokens", "5"]) == 0
     assert "policy: kvpop, budget 40" in capsys.readouterr().err
+
+
+def test_the_full_retrofit_on_the_path_of_a_gpu(base, full_run, tmp_path, monkeypatch):
+    """Keys in the order of their lifetimes, tables, padding: the same losses, on a stand-in for the kernel."""
+    kernel = Kernel()
+    monkeypatch.setattr(flex_masks, "compiled_flex_attention", kernel)
+    monkeypatch.setattr(flex_masks, "has_kernel", lambda q: True)
+    assert run("--model", base, *SCORER, "--train-base", "--out", tmp_path / "full", "--steps", 3) == 0
+    want, got = (json.loads((folder / "log.json").read_text())["history"] for folder in (full_run, tmp_path / "full"))
+    losses = [key for key in want[0] if "loss" in key or key == "kl"]
+    assert losses and kernel.shapes and all(h[key] == pytest.approx(w[key], rel=1e-3, abs=1e-6)
+                                            for h, w in zip(got, want) for key in losses)
+    assert any(k[2] != q[2] for q, k, v in kernel.shapes), "no call had its keys gathered"
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
