@@ -6,6 +6,7 @@ What this file holds, bottom-up:
   fenwick_cutoffs       the running top-k threshold with a Fenwick tree, the specification; parallel_cutoffs: for GPUs
   plan                  priorities -> evict_at, the first query that no longer sees a token: the mask's fast form
   evict_at_block_mask   which 128 x 128 tiles are empty, partial or full, in closed form: nothing of size T x T exists
+  lifetime_order        keys sorted so that most tiles are empty, for a sparse mask that costs less than a dense one
   attention             (out, lse): FlexAttention on a GPU, dense_reference built from the same mods elsewhere
   draw, draw_kept       pictures: each pattern, and what a cache holds
 How it departs from vanilla FlexAttention code: eviction is irreversible, so any policy is one integer per token and KV
@@ -391,7 +392,7 @@ def lifetime_order(dies, n_slots, window, chunk, kv_tile=TILE):
     birth = torch.maximum(order, start).masked_fill(~lives, NEVER).int()
     dies = dies.gather(-1, order.flatten(1)).view_as(order)
     dies = torch.minimum(dies, start + chunk).masked_fill(~lives, 0).int()
-    # a tile's keys live together but for some near its borders: closed form, within 1 % of the exact tiles
+    # a tile's keys live together but for some near its borders: closed form, 2 % above the exact tiles at most
     first_born, last_born = (x.unsqueeze(-2) for x in birth.view(Z, n_chunk, -1, kv_tile).aminmax(dim=-1))
     first_dies, last_dies = (x.unsqueeze(-2) for x in dies.view(Z, n_chunk, -1, kv_tile).aminmax(dim=-1))
     query = start.unsqueeze(-1) + TILE * torch.arange(chunk // TILE, device=device).view(1, 1, -1, 1)  # first of a tile
@@ -467,8 +468,8 @@ def fused_only(q, k, v, **options):
     """flex_attention, but never its unfused form, which builds T x T scores: what it does, silently, where
     torch.compile is switched off or has stopped compiling."""
     if not torch.compiler.is_compiling():
-        raise RuntimeError("FlexAttention would run unfused and build all T x T scores: torch.compile is switched off "
-                           "(TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE) or gave up compiling; allow it, or use the CPU")
+        raise RuntimeError("FlexAttention would run unfused and build all T x T scores: torch.compile is switched off, "
+                           "perhaps by TORCH_COMPILE_DISABLE, or gave up; allow it, or use the CPU")
     return flex_attention(q, k, v, **options)
 
 

@@ -57,23 +57,23 @@ def test_transposed_pass_is_the_formula(T, bounded, reduce, power):
 
 @pytest.mark.parametrize("T", [5, 129, 300])
 @pytest.mark.parametrize("bounded", [False, True])
-@pytest.mark.parametrize("B", [1, 2])
-def test_transposed_pass_through_its_tables(T, bounded, B, request):
+@pytest.mark.parametrize("B, window", [(1, 4), (2, 1), (2, 2)])
+def test_transposed_pass_through_its_tables(T, bounded, B, window, request):
     """What a GPU would do, tables, padding and all, on the stand-in for its kernel: only tiles with d >= t + window."""
     q, k, v = inputs(T, B=B)
     evict_at = plan(torch.randn(B, 2, T), SPEC)
     lse = attention(q, k, v, evict_at)[1]
     lengths = torch.tensor([T, T - 3])[:B]
-    want = targets.transposed_lse(q, k, lse, SPEC.window, lengths, evict_at if bounded else None, 2.0)
+    want = targets.transposed_lse(q, k, lse, window, lengths, evict_at if bounded else None, 2.0)
     kernel = request.getfixturevalue("kernel")
-    got = targets.transposed_lse(q, k, lse, SPEC.window, lengths, evict_at if bounded else None, 2.0)
+    got = targets.transposed_lse(q, k, lse, window, lengths, evict_at if bounded else None, 2.0)
     assert got.shape == want.shape and torch.allclose(got, want, rtol=0, atol=1e-11)  # an infinity equals itself
     mask, n = kernel.masks[0], flex_masks.bucket(T) // flex_masks.TILE
     taken = mask.kv_num_blocks + mask.full_kv_num_blocks
     assert len(kernel.masks) == 1 and len(taken) == (1 if B == 1 else 4) and kernel.shapes[0][2][-1] == 16
     t, d = torch.arange(128 * n).view(-1, 1), torch.arange(128 * n)
     for z, count in enumerate(taken[:, 0]):
-        pairs = (d >= t + SPEC.window) & (d < lengths[z // 2])
+        pairs = (d >= t + window) & (d < lengths[z // 2])
         assert count.sum() == pairs.view(n, 128, n, 128).any(3).any(1).sum()
 
 
