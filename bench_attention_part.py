@@ -112,7 +112,7 @@ def attention_row(T, budget, policy, args, device):
 
     def causal_flex():
         with torch.no_grad():
-            return flex_masks.time_attention(q, k, v, causal_plan, causal_mask)
+            return attention(q, k, v, causal_plan, block_mask=causal_mask)
 
     def guarded(name, fn):
         try:
@@ -192,7 +192,7 @@ def training_curves(args, device):
         with tempfile.TemporaryDirectory() as folder:
             if order == "time":
                 flex_masks.lifetime_attention = lambda q, k, v, evict_at, spec, compiled, kernel_options: (
-                    flex_masks.time_attention(q, k, v, evict_at, None, kernel_options))
+                    attention(q, k, v, evict_at, kernel_options=kernel_options))
             try:
                 code = train.main(["--train-base", "--model", args.base, "--steps", str(args.train_steps), "--out",
                                    f"{folder}/run", "--log-every", "1", "--eval-problems", "1", "--device", device])

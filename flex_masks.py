@@ -188,14 +188,17 @@ def parallel_cutoffs(rank, n_select, compiled=False):
     rank: (..., M) int64 unique in 0..M-1. Digit by digit of the rank, from the top: every prefix i is a range [lo, hi)
     of the sequence stably partitioned by the digits above, in which the k-th largest is sought. Counts of the digits in
     the range tell its digit and how many are larger; its digit's part of the range is where the walk goes on.
-    compiled: through torch.compile (once a shape, tens of seconds), for training on a GPU, where a shape comes back in
+    compiled: through torch.compile (once a padded shape, tens of seconds), for training on a GPU, where a shape comes back in
     every step and launching the small kernels one by one would cost more than the attention they save.
     """
     if rank.shape[-1] == 0 or n_select == 0:
         return torch.full_like(rank, rank.shape[-1])
-    walk = compiled_wavelet_walk if compiled else wavelet_walk
+    flat, M = rank.flatten(0, -2), rank.shape[-1]
     n_select = torch.full((), n_select, dtype=torch.int64, device=rank.device)  # data: a graph serves all k
-    return walk(rank.flatten(0, -2), n_select).view_as(rank)
+    if not compiled:
+        return wavelet_walk(flat, n_select).view_as(rank)
+    pads = torch.arange(M, bucket(M), device=rank.device).expand(len(flat), -1)  # a prefix does not know what follows
+    return compiled_wavelet_walk(torch.cat((flat, pads), dim=-1), n_select)[:, :M].view_as(rank)
 
 
 def wavelet_walk(rank, n_select, bits=3):
@@ -442,6 +445,8 @@ def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compil
     dies = padded_dies(evict_at)
     Z, padded = dies.shape
     chunk = min(padded, -(-spec.n_slots // TILE) * TILE if chunk is None else chunk)
+    if chunk % TILE:
+        raise ValueError(f"chunk {chunk} is no multiple of {TILE}: a tile of queries would lie in two chunks")
     make = compiled_lifetime_order if compiled else lifetime_order
     order, birth, dies, *tables = make(dies, spec.n_slots, spec.window, chunk, kv_tile)
 
@@ -548,17 +553,11 @@ def attention(q, k, v, evict_at, spec=None, block_mask=None, compiled=False, ker
     block_mask: `evict_at_block_mask(evict_at)` when several layers share it (time order). compiled, kernel_options: see
     lifetime_attention and flex_attention.
     """
-    (B, H, T, D), (H_mask, H_kv) = q.shape, (evict_at.shape[1], k.shape[1])
+    (B, H, T, _), H_mask = q.shape, evict_at.shape[1]
     if not has_kernel(q):
         return dense_reference(q, k, v, generate_evict_at_mask_mod(evict_at, H // H_mask), causal=True)
     if spec is not None and 2 * spec.n_slots <= T:  # below that few tiles are empty in any order
         return lifetime_attention(q, k, v, evict_at, spec, compiled=compiled, kernel_options=kernel_options)
-    return time_attention(q, k, v, evict_at, block_mask, kernel_options)
-
-
-def time_attention(q, k, v, evict_at, block_mask=None, kernel_options=None):
-    """`attention` with keys in time order, for a GPU."""
-    (B, H, T, D), (H_mask, H_kv) = q.shape, (evict_at.shape[1], k.shape[1])
     block_mask = evict_at_block_mask(evict_at) if block_mask is None else block_mask
     q, k, v = (x.reshape(B * H_mask, -1, T, x.shape[3]) for x in (q, k, v))
     out, lse = fused_attention(q, k, v, block_mask, enable_gqa=True, kernel_options=kernel_options)
@@ -568,21 +567,25 @@ def time_attention(q, k, v, evict_at, block_mask=None, kernel_options=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Pictures
 
+def pyplot():
+    import matplotlib
+    matplotlib.use("Agg")  # files only, also without a display
+    from matplotlib import pyplot
+    return pyplot
+
+
 def draw(path, T=24, spec=CacheSpec(n_sink=2, window=4, budget=10), seed=0):
     """Each closure on T tokens, their union, the fast form, and the lifetimes as bars. Black is visible."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    scores = torch.randn(1, 1, T, generator=torch.Generator().manual_seed(seed))
-    priority = effective_priority(scores)
+    plt = pyplot()
+    priority = effective_priority(torch.randn(1, 1, T, generator=torch.Generator().manual_seed(seed)))
     rank, cutoff = running_topk(priority, spec)
-    evict_at = evict_at_from_cutoffs(rank, cutoff, spec, T)
-    topk = and_masks(causal_mask_mod, generate_topk_mask_mod(rank, cutoff, spec))
+    ends = evict_at_from_cutoffs(rank, cutoff, spec, T)[0, 0].clamp(max=T).numpy()
     panels = [("causal", causal_mask_mod),
               (f"sinks (n_sink = {spec.n_sink})", and_masks(causal_mask_mod, generate_sink_mask_mod(spec.n_sink))),
               (f"window (= {spec.window}, query included)",
                and_masks(causal_mask_mod, generate_window_mask_mod(spec.window))),
-              (f"top-k of the older ones (n_select = {spec.n_select})", topk),
+              (f"top-k of the older ones (n_select = {spec.n_select})",
+               and_masks(causal_mask_mod, generate_topk_mask_mod(rank, cutoff, spec))),
               ("union of the three: what the cache holds", generate_kvpop_mask_mod(rank, cutoff, spec))]
     zero, q_idx, kv_idx = torch.zeros((), dtype=torch.long), torch.arange(T).view(T, 1), torch.arange(T).view(1, T)
     fig, axes = plt.subplots(2, 3, figsize=(12, 8), constrained_layout=True)
@@ -590,11 +593,10 @@ def draw(path, T=24, spec=CacheSpec(n_sink=2, window=4, budget=10), seed=0):
         ax.imshow(mod(zero, zero, q_idx, kv_idx).expand(T, T).numpy(), cmap="Greys", vmin=0, vmax=1.3)
         ax.set(title=title, xlabel="key position t", ylabel="query position q")
     ax = axes.flat[-1]
-    ends = evict_at[0, 0].clamp(max=T).numpy()
     ax.hlines(range(T), range(T), ends, color="black", linewidth=3)
     ax.plot(ends[ends < T], [t for t in range(T) if ends[t] < T], "x", color="black", markersize=6)
-    ax.set(title="lifetimes: t <= q < evict_at[t]", xlabel="query position q",
-           ylabel="key position t", xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
+    ax.set(title="lifetimes: t <= q < evict_at[t]", xlabel="query position q", ylabel="key position t",
+           xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
     fig.suptitle("A lifetime is a black column above, read downwards from the diagonal; x = evict_at", fontsize=11)
     fig.savefig(path, dpi=110)
     plt.close(fig)
@@ -604,9 +606,7 @@ def draw_kept(path, kept, ids, n_prompt, title, columns=128):
     """Which tokens a cache holds: a column per token of `ids` (bytes), a row per layer, wrapped into strips.
     kept: for each layer and KV head the positions held. Black = held by all KV heads of the layer, white = by none;
     hatched = past the end; a triangle at n_prompt."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     n_layer, n_head, n_strip = len(kept), len(kept[0]), -(-len(ids) // columns)
     count = torch.tensor([[sum(t in head for head in heads) for t in range(len(ids))]
                           for heads in ([set(head) for head in heads] for heads in kept)])  # (n_layer, T)

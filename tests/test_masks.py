@@ -9,7 +9,7 @@ import flex_masks
 from flex_masks import (NEVER, TILE, CacheSpec, attention, bucket, dense_reference, effective_priority,
                         evict_at_block_mask, fenwick_cutoffs, generate_evict_at_mask_mod, generate_kvpop_mask_mod,
                         keep_everything, lifetime_attention, lifetime_order, padded_dies, parallel_cutoffs, plan,
-                        running_topk, time_attention)
+                        running_topk)
 
 
 def online_eviction(priority, spec):
@@ -76,6 +76,19 @@ def test_parallel_cutoffs_equal_fenwick_equal_heap(M, n_select):
         if n_select:
             assert got.tolist() == heap_cutoffs(row, n_select).tolist()
     assert (parallel.diff(dim=-1) >= 0).all()  # a threshold never falls: what is evicted stays out
+
+
+def test_compiled_thresholds_of_many_lengths_are_few_shapes(monkeypatch):
+    shapes = set()
+
+    def walk(rank, n_select):
+        shapes.add(rank.shape)
+        return flex_masks.wavelet_walk(rank, n_select)
+    monkeypatch.setattr(flex_masks, "compiled_wavelet_walk", walk)
+    for M in range(200, 1301, 100):
+        rank = torch.stack([torch.randperm(M) for _ in range(4)]).view(2, 2, M)
+        assert torch.equal(parallel_cutoffs(rank, 50, compiled=True), parallel_cutoffs(rank, 50))
+    assert len(shapes) <= 6
 
 
 def test_full_rows_hold_exactly_the_budget():
@@ -243,7 +256,7 @@ def test_time_order_equals_reference(kernel, T, kind):
     q, k, v = (torch.randn(2, h, T, 8, dtype=torch.float64) for h in (4, 2, 2))
     want = out_lse_grads(lambda *x: in_time_order(*x, evict_at), q, k, v)
     block_mask = evict_at_block_mask(evict_at)  # shared by the layers
-    for fn in (lambda *x: time_attention(*x, evict_at), lambda *x: time_attention(*x, evict_at, block_mask)):
+    for fn in (lambda *x: attention(*x, evict_at), lambda *x: attention(*x, evict_at, block_mask=block_mask)):
         for a, b in zip(out_lse_grads(fn, q, k, v), want):
             assert (a - b).abs().max() < 1e-11
 
