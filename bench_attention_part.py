@@ -201,7 +201,7 @@ def training_curves(args, device):
             if code:
                 raise ValueError(f"the training run in {order} order ended with code {code}")
             curves[order] = json.loads(Path(folder, "run", "log.json").read_text())["history"]
-    names = [name for name, value in curves["time"][0].items() if "loss" in name or name == "kl"]
+    names = [name for name, value in curves["time"][0].items() if name in ("kl", "retention", "recall")]
     worst = {name: max(abs(a[name] - b[name]) / max(abs(b[name]), 1e-6) for a, b in zip(*curves.values()))
              for name in names}
     return {"steps": args.train_steps, "largest_relative_difference": worst, **curves}

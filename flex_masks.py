@@ -359,7 +359,7 @@ def lifetime_order(dies, n_slots, window, chunk, kv_tile=TILE):
     """
     Z, T = dies.shape
     device, n_chunk = dies.device, -(-T // chunk)
-    rows = -(-(n_slots - 1 + chunk) // kv_tile) * kv_tile
+    rows = -(-(n_slots - 1 + chunk) // TILE) * TILE
     t = torch.arange(T, dtype=torch.int32, device=device)
     born_in = t // chunk
     crossed = (dies - 1) // chunk - born_in  # how many later chunks see the token

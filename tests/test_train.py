@@ -596,9 +596,8 @@ def test_the_full_retrofit_on_the_path_of_a_gpu(base, full_run, tmp_path, monkey
     monkeypatch.setattr(flex_masks, "has_kernel", lambda q: True)
     assert run("--model", base, *SCORER, "--train-base", "--out", tmp_path / "full", "--steps", 3) == 0
     want, got = (json.loads((folder / "log.json").read_text())["history"] for folder in (full_run, tmp_path / "full"))
-    losses = [key for key in want[0] if "loss" in key or key == "kl"]
-    assert losses and kernel.shapes and all(h[key] == pytest.approx(w[key], rel=1e-3, abs=1e-6)
-                                            for h, w in zip(got, want) for key in losses)
+    assert len(got) == len(want) == 3 and all(h[key] == pytest.approx(w[key], rel=1e-3, abs=1e-6)
+                                              for h, w in zip(got, want) for key in ("kl", "retention", "recall"))
     assert any(k[2] != q[2] for q, k, v in kernel.shapes), "no call had its keys gathered"
 
 
