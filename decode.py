@@ -246,7 +246,7 @@ def prefill(model: Transformer, idx, lengths, cache: KVCache):
             priority = effective_priority(scores, slots.scorer.log_gamma())
         evict_at = plan(priority, cache.spec)  # a pad ranks only for queries that its row does not have
         slots.fill(k, v, priority, evict_at, lengths, state)
-        return attention(q, k, v, evict_at)[0]
+        return attention(q, k, v, evict_at, cache.spec)[0]
 
     hidden = model(idx, attend)  # (B, T, C)
     cache.input_pos.copy_(lengths)

@@ -6,6 +6,7 @@ What this file holds, bottom-up:
   fenwick_cutoffs       the running top-k threshold with a Fenwick tree, the specification; parallel_cutoffs: for GPUs
   plan                  priorities -> evict_at, the first query that no longer sees a token: the mask's fast form
   evict_at_block_mask   which 128 x 128 tiles are empty, partial or full, in closed form: nothing of size T x T exists
+  lifetime_order        keys sorted so that most tiles are empty, for a sparse mask that costs less than a dense one
   attention             (out, lse): FlexAttention on a GPU, dense_reference built from the same mods elsewhere
   draw, draw_*          pictures: each pattern, what a cache holds, and what bench.py measured
 How it departs from vanilla FlexAttention code: eviction is irreversible, so any policy is one integer per token and KV
@@ -184,39 +185,50 @@ def fenwick_cutoffs(rank, n_select):
 def parallel_cutoffs(rank, n_select, compiled=False):
     """The same thresholds for all prefixes at once, without a loop over T: a walk down a wavelet matrix.
 
-    rank: (..., M) int64 unique in 0..M-1. At each bit of the rank, from the top, every prefix i is a range [lo, hi) of
-    the sequence stably partitioned by the bits above. If the range holds at least k ones the k-th largest has this bit
-    set: go to the ones; otherwise subtract them and go to the zeros. log2(M) levels of cumsum, gathers, a partition.
-    compiled: through torch.compile (once a shape, tens of seconds), for training on a GPU, where a shape comes back in
+    rank: (..., M) int64 unique in 0..M-1. Digit by digit of the rank, from the top: every prefix i is a range [lo, hi)
+    of the sequence stably partitioned by the digits above, in which the k-th largest is sought. Counts of the digits in
+    the range tell its digit and how many are larger; its digit's part of the range is where the walk goes on.
+    compiled: through torch.compile (once a padded shape, tens of seconds), for training on a GPU, where shapes come back in
     every step and launching the small kernels one by one would cost more than the attention they save.
     """
     if rank.shape[-1] == 0 or n_select == 0:
         return torch.full_like(rank, rank.shape[-1])
-    walk = compiled_wavelet_walk if compiled else wavelet_walk
-    return walk(rank, torch.full((), n_select, dtype=torch.int64, device=rank.device))  # data: a graph serves all k
+    flat, M = rank.flatten(0, -2), rank.shape[-1]
+    n_select = torch.full((), n_select, dtype=torch.int64, device=rank.device)  # data: a graph serves all k
+    if not compiled:
+        return wavelet_walk(flat, n_select).view_as(rank)
+    pads = torch.arange(M, bucket(M), device=rank.device).expand(len(flat), -1)  # a prefix does not know what follows
+    return compiled_wavelet_walk(torch.cat((flat, pads), dim=-1), n_select)[:, :M].view_as(rank)
 
 
-def wavelet_walk(rank, n_select):
-    M = rank.shape[-1]
+def wavelet_walk(rank, n_select, bits=3):
+    """rank (Z, M). Levels follow each other and each is a scan, so few levels of 2^bits branches beat many of two."""
+    M, base = rank.shape[-1], 1 << bits
     sequence = rank
     count = torch.arange(1, M + 1, device=rank.device).expand_as(rank)  # candidates in prefix i
     lo, hi = torch.zeros_like(rank), count
     k = torch.minimum(count, n_select)  # short prefixes: any valid k, overwritten at the end
     cutoff = torch.zeros_like(rank)
-    for bit in reversed(range((M - 1).bit_length())):
-        one = (sequence >> bit) & 1
-        zeros = torch.nn.functional.pad((1 - one).cumsum(-1), (1, 0))  # (..., M + 1) zeros among the first j
-        n_zero = zeros[..., -1:]
-        z_lo, z_hi = zeros.gather(-1, lo), zeros.gather(-1, hi)
-        n_one = (hi - lo) - (z_hi - z_lo)
-        up = k <= n_one
-        cutoff = cutoff + (up.long() << bit)
-        k = torch.where(up, k, k - n_one)
-        lo = torch.where(up, n_zero + lo - z_lo, z_lo)
-        hi = torch.where(up, n_zero + hi - z_hi, z_hi)
-        place = torch.arange(M, device=rank.device)
-        goes_to = torch.where(one.bool(), n_zero + place - zeros[..., :-1], zeros[..., :-1])
-        sequence = torch.empty_like(sequence).scatter_(-1, goes_to, sequence)
+    digits = torch.arange(base + 1, device=rank.device).view(-1, 1)
+    for level in reversed(range(max(1, -(-(M - 1).bit_length() // bits)))):
+        digit = (sequence >> (level * bits)) & (base - 1)
+        # among the first j, how many digits are at least d: (Z, base + 1, M + 1)
+        above = torch.nn.functional.pad((digit.unsqueeze(1) >= digits).cumsum(-1, dtype=torch.int32), (1, 0))
+        start = M - above[..., -1].long()  # (Z, base + 1), where the part of digit d begins
+        in_lo, in_hi = (above.gather(-1, x.unsqueeze(1).expand(-1, base + 1, -1)) for x in (lo, hi))
+        larger = in_hi - in_lo
+        branch = (larger >= k.unsqueeze(1)).sum(1) - 1  # (Z, M), the digit of the k-th largest
+
+        def pick(table, i):
+            return table.gather(1, i.unsqueeze(1)).squeeze(1)
+        k = k - pick(larger, branch + 1)
+        cutoff = cutoff + (branch << (level * bits))
+        lo = start.gather(1, branch) + pick(in_lo, branch) - pick(in_lo, branch + 1)
+        hi = start.gather(1, branch) + pick(in_hi, branch) - pick(in_hi, branch + 1)
+        if level:
+            before = above[..., :-1]
+            goes_to = start.gather(1, digit) + pick(before, digit) - pick(before, digit + 1)
+            sequence = torch.empty_like(sequence).scatter_(-1, goes_to, sequence)
     return cutoff.masked_fill(count < n_select, -1)
 
 
@@ -259,48 +271,216 @@ def keep_everything(B, n_kv_head, T, device=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which tiles are empty, partial, full
+# Which tiles are empty, partial, full. From here on heads that share a mask are one batch row: with H_mask masks a row
+# (H_kv, or 1 when all heads are alike), q is (Z, H / H_mask, T, D) and a mask (Z, T), Z = B * H_mask. So a table is
+# stored once a KV head, not once a query head.
 
-def tile_table(tiles, n_head):
-    """(B, H_kv, rows, columns) bool -> for each row how many columns are listed, and which, by query head; int32."""
-    if tiles.shape[1] > 1:  # a BlockMask knows query heads; one KV head for all is broadcast
-        tiles = tiles.repeat_interleave(n_head // tiles.shape[1], dim=1)
-    tiles = tiles.int()
-    return tiles.sum(-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).int()
+def bucket(T):
+    """The length that T is padded to, so that many lengths make few compiles: a power of two from TILE to 1024, above
+    that a multiple of an eighth of the power of two below it. Pads are nearly free: a pad sees itself alone."""
+    if T <= 1024:
+        return max(TILE, 1 << (T - 1).bit_length())
+    step = 1 << ((T - 1).bit_length() - 4)
+    return -(-T // step) * step
 
 
-def block_mask_from_tiles(visible, full, n_head, mask_mod, q_len, kv_len):
-    """A BlockMask from two tile maps (B, H_kv, q tiles, kv tiles) bool: some pair may be visible / all pairs are.
-    Both directions of the tables come straight from the maps; BlockMask.from_kv_blocks would take ten times as long."""
+def pad_to(x, length, value, dim):
+    """Pad dimension `dim` with `value` up to `length`."""
+    short = length - x.shape[dim]
+    return x if short == 0 else torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, short],
+                                                        value=value)
+
+
+def padded_dies(evict_at):
+    """evict_at (B, H_mask, T) -> (Z, bucket(T)) int32, at most T on real tokens. A pad key is born behind all real
+    queries and dies after its own: no real query sees it, and no pad query has an empty row or many keys."""
+    T = evict_at.shape[-1]
+    dies = pad_to(evict_at.flatten(0, 1).clamp(max=T), bucket(T), T, -1)
+    t = torch.arange(dies.shape[-1], dtype=torch.int32, device=dies.device)
+    return torch.maximum(dies, t + 1)  # window >= 1: a token always sees itself
+
+
+def tile_table(tiles, base=0):
+    """(..., rows, columns) bool -> for each row how many columns are listed, and which; int32. base: of the columns.
+    The listed ones come first by sorting: Inductor (torch 2.11) fails on the scatter that a running index would take.
+    """
+    tiles, n = tiles.contiguous(), tiles.shape[-1]  # the kernel takes tables to be contiguous
+    column = torch.arange(n, dtype=torch.int32, device=tiles.device)
+    return tiles.sum(-1, dtype=torch.int32), torch.where(tiles, column, column + n).sort(dim=-1).values % n + base
+
+
+def block_mask_from_tiles(visible, full, mask_mod, q_len, kv_len, backward=True):
+    """A BlockMask from two tile maps (Z, q tiles, kv tiles) bool: some pair may be visible / all pairs are. Both
+    directions of the tables come straight from the maps; BlockMask.from_kv_blocks would take ten times as long."""
+    visible, full = visible.unsqueeze(1), full.unsqueeze(1)  # (Z, 1, ...): all heads of a batch row
     partial = visible & ~full
-    return BlockMask((q_len, kv_len), *tile_table(partial, n_head), *tile_table(full, n_head),
-                     *tile_table(partial.mT, n_head), *tile_table(full.mT, n_head), BLOCK_SIZE=(TILE, TILE),
+    back = [*tile_table(partial.mT), *tile_table(full.mT)] if backward else [None] * 4
+    return BlockMask((q_len, kv_len), *tile_table(partial), *tile_table(full), *back, BLOCK_SIZE=(TILE, TILE),
                      mask_mod=mask_mod)
 
 
-def evict_at_block_mask(evict_at, n_head):
+def evict_at_block_mask(evict_at):
     """BlockMask of the fast mask in time order, exact, from each key tile's least and greatest evict_at.
 
-    A key tile before the query tile is visible iff its last survivor outlives the tile's first query, and full iff its
-    first victim outlives the last one. The diagonal is always partial (window >= 1). T must be a multiple of TILE.
+    evict_at (B, H_mask, T) -> a mask over bucket(T) tokens. A key tile before the query tile is visible iff its last
+    survivor outlives the tile's first query, and full iff its first victim outlives the last one. The diagonal is
+    always partial (a pad tile apart, window >= 1).
     """
-    B, H_kv, T = evict_at.shape
+    dies = padded_dies(evict_at)
+    Z, T = dies.shape
     n = T // TILE
-    first_dies, last_dies = evict_at.view(B, H_kv, 1, n, TILE).aminmax(dim=-1)  # (B, H_kv, 1, n)
-    tile = torch.arange(n, device=evict_at.device)
+    first_dies, last_dies = dies.view(Z, 1, n, TILE).aminmax(dim=-1)  # (Z, 1, n)
+    tile = torch.arange(n, device=dies.device)
     i, j = tile.view(n, 1), tile.view(1, n)  # query tile, key tile
     visible = (j == i) | ((j < i) & (last_dies > i * TILE))
     full = (j < i) & (first_dies > i * TILE + TILE - 1)
-    return block_mask_from_tiles(visible, full, n_head, generate_evict_at_mask_mod(evict_at, n_head // H_kv), T, T)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (kv_idx <= q_idx) & (q_idx < dies[b, kv_idx])
+    return block_mask_from_tiles(visible, full, mask_mod, T, T)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keys in the order of their lifetimes. Kept tokens lie scattered in time, so that in time order no tile is empty and a
+# sparse mask costs as much as a dense one. Attention does not care about the order of keys.
+
+def lifetime_order(dies, n_slots, window, chunk, kv_tile=TILE):
+    """Rows of keys for each chunk of queries, sorted so that tiles hold keys that are visible together.
+
+    Queries are cut into chunks of `chunk` (a multiple of TILE). A chunk's rows are the keys that any of its queries
+    sees: at most n_slots - 1 carried over from before, sorted by their end, then the chunk's own: those that die at the
+    window's edge in time order, then those that live on, by their end. A key has a row in each chunk that it lives in,
+    about 1 + n_slots / chunk rows in all, and in return hardly any tile is half used. Rows that are left over are born
+    NEVER. Lifetimes are clipped to the chunk, so that each visible pair of the mask has exactly one row.
+
+    dies (Z, T) int32 as from padded_dies, no query seeing more than n_slots keys (else the device asserts); static
+    shapes, no wait for the device, nothing larger than a few times Z x T or Z x (T / TILE) x (rows / TILE).
+    -> order (Z, n_chunk, rows) int64, birth and dies (Z, n_chunk * rows) int32, then the eight tables of a BlockMask.
+    """
+    Z, T = dies.shape
+    device, n_chunk = dies.device, -(-T // chunk)
+    rows = -(-(n_slots - 1 + chunk) // TILE) * TILE
+    t = torch.arange(T, dtype=torch.int32, device=device)
+    born_in = t // chunk
+    crossed = (dies - 1) // chunk - born_in  # how many later chunks see the token
+    ends = crossed.cumsum(-1)
+    # all pairs (token, later chunk) by a search: repeat_interleave would have a length that depends on data
+    pair = torch.arange((n_slots - 1) * (n_chunk - 1), device=device)
+    token = torch.searchsorted(ends, pair.expand(Z, -1).contiguous(), right=True)  # (Z, pairs)
+    exists = token < T
+    token = token.clamp(max=T - 1)
+    goes_to = born_in[token] + 1 + pair - (ends - crossed).gather(-1, token)
+    # one integer a row: which mask and chunk, then the section of the chunk, then the place in the section
+    token = torch.cat((t.long().expand(Z, T), token), dim=-1)  # (Z, T + pairs): own rows, carried rows
+    goes_to = torch.cat((born_in.long().expand(Z, T), goes_to), dim=-1)
+    start = goes_to * chunk
+    end = torch.minimum(dies.gather(-1, token), start + chunk) - start  # 1 .. chunk
+    age = dies.gather(-1, token) - token
+    place = torch.where(token < start, end, torch.where(age <= window, chunk + 1 + token - start, 2 * chunk + end))
+    span = 3 * chunk + 1
+    segment = torch.arange(Z, device=device).view(Z, 1) * n_chunk + goes_to
+    key = segment * span + place
+    key[:, T:].masked_fill_(~exists, NEVER)
+    if Z * n_chunk * span < NEVER:
+        key = key.int()  # half the passes of a radix sort
+    key, source = key.flatten().sort(stable=True)
+    first = torch.searchsorted(key, torch.arange(Z * n_chunk + 1, dtype=key.dtype, device=device) * span)
+    count = first.diff()
+    torch._assert_async((count.amax() <= rows) & (ends[:, -1].amax() <= pair.shape[0]))  # more keys seen than n_slots
+    row = torch.arange(rows, device=device)
+    lives = (row < count.unsqueeze(-1)).view(Z, n_chunk, rows)
+    place = (first[:-1, None] + row).clamp(max=key.shape[0] - 1)  # (Z * n_chunk, rows)
+    order = token.flatten()[source[place]].view(Z, n_chunk, rows)
+    start = chunk * torch.arange(n_chunk, device=device).view(1, n_chunk, 1)
+    birth = torch.maximum(order, start).masked_fill(~lives, NEVER).int()
+    dies = dies.gather(-1, order.flatten(1)).view_as(order)
+    dies = torch.minimum(dies, start + chunk).masked_fill(~lives, 0).int()
+    # a tile's keys live together but for some near its borders: closed form, 2 % above the exact tiles at most
+    first_born, last_born = (x.unsqueeze(-2) for x in birth.view(Z, n_chunk, -1, kv_tile).aminmax(dim=-1))
+    first_dies, last_dies = (x.unsqueeze(-2) for x in dies.view(Z, n_chunk, -1, kv_tile).aminmax(dim=-1))
+    query = start.unsqueeze(-1) + TILE * torch.arange(chunk // TILE, device=device).view(1, 1, -1, 1)  # first of a tile
+    visible = (first_born < query + TILE) & (last_dies > query)  # (Z, n_chunk, query tiles, row tiles)
+    full = (last_born <= query) & (first_dies >= query + TILE)
+    tables, number = [], torch.arange(n_chunk, dtype=torch.int32, device=device).view(1, n_chunk, 1, 1)
+    for tiles in (visible & ~full, full, (visible & ~full).mT, full.mT):
+        n_listed, listed = tile_table(tiles, number * tiles.shape[-1])
+        n_rows = T // TILE if len(tables) < 4 else n_chunk * rows // kv_tile  # the last chunk may be a short one
+        tables += [x.flatten(1, 2)[:, None, :n_rows].contiguous() for x in (n_listed, listed)]  # (Z, 1, n_rows, ...)
+    return order, birth.flatten(1), dies.flatten(1), *tables
+
+
+compiled_lifetime_order = torch.compile(lifetime_order, dynamic=False, fullgraph=True)
+
+
+class GatherRows(torch.autograd.Function):
+    """x (Z, h, T, D), order (Z, n_chunk, rows) -> (Z, h, n_chunk * rows, D). A token may have a row in several chunks:
+    the backward adds them in fp32 chunk by chunk, one live row a token each time, so that runs agree bit for bit."""
+
+    @staticmethod
+    def forward(ctx, x, order):
+        Z, h, T, D = x.shape
+        head = T * torch.arange(Z * h, device=x.device).view(Z, h, 1, 1)
+        index = head + order.unsqueeze(1)  # (Z, h, n_chunk, rows), rows of x.view(-1, D): the fast kind of gather
+        ctx.save_for_backward(index)
+        ctx.like = x.shape, x.dtype
+        return x.reshape(-1, D).index_select(0, index.flatten()).view(Z, h, -1, D)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,), (shape, dtype) = ctx.saved_tensors, ctx.like
+        total = grad.new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32)).view(-1, shape[-1])
+        for rows, part in zip(index.unbind(2), grad.chunk(index.shape[2], dim=2)):
+            total.index_add_(0, rows.flatten(), part.to(total.dtype).flatten(0, 2))  # rows that nobody sees add zeros
+        return total.view(shape).to(dtype), None
+
+
+def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compiled=False, kernel_options=None):
+    """`attention` with keys in lifetime_order, for a GPU. chunk: queries that share a gathered set of keys, a multiple
+    of TILE (default: about n_slots, for two rows a key). kv_tile 64 lists fewer keys, forward only: the backward kernel
+    of H100-class GPUs wants 128. compiled: the order through torch.compile, once a shape.
+
+    No kernel option ROWS_GUARANTEED_SAFE: it would want every query to see a key in the first listed tile.
+    """
+    (B, H, T, D), (H_mask, H_kv) = q.shape, (evict_at.shape[1], k.shape[1])
+    dies = padded_dies(evict_at)
+    Z, padded = dies.shape
+    chunk = min(padded, -(-spec.n_slots // TILE) * TILE if chunk is None else chunk)
+    if chunk % TILE:
+        raise ValueError(f"chunk {chunk} is no multiple of {TILE}: a tile of queries would lie in two chunks")
+    make = compiled_lifetime_order if compiled else lifetime_order
+    order, birth, dies, *tables = make(dies, spec.n_slots, spec.window, chunk, kv_tile)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (birth[b, kv_idx] <= q_idx) & (q_idx < dies[b, kv_idx])
+    block_mask = BlockMask((padded, birth.shape[1]), *tables, BLOCK_SIZE=(TILE, kv_tile), mask_mod=mask_mod)
+    if padded > T:
+        order = order.clamp(max=T - 1)  # only pad queries see a pad key, whatever it is
+    k, v = (GatherRows.apply(x.reshape(Z, H_kv // H_mask, T, -1), order) for x in (k, v))
+    out, lse = fused_attention(q.reshape(Z, H // H_mask, T, D), k, v, block_mask, enable_gqa=True,
+                               kernel_options=kernel_options)
+    return out.reshape(B, H, T, -1), lse.reshape(B, H, T)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The attention call
 
-# FlexAttention falls back to an unfused form that builds T x T scores when it is not compiled, and torch.compile stops
-# compiling silently at its recompile limit. fullgraph makes that an error; the limit leaves room for many lengths.
+def has_kernel(q):
+    """FlexAttention has no backward on CPUs, and no lse from compiled inference: there dense_reference does the job."""
+    return q.is_cuda
+
+
+def fused_only(q, k, v, **options):
+    """flex_attention, but never its unfused form, which builds T x T scores: what it does, silently, where
+    torch.compile is switched off or has stopped compiling."""
+    if not torch.compiler.is_compiling():
+        raise RuntimeError("FlexAttention would run unfused and build all T x T scores: torch.compile is switched off, "
+                           "perhaps by TORCH_COMPILE_DISABLE, or gave up; allow it, or use the CPU")
+    return flex_attention(q, k, v, **options)
+
+
+# fullgraph makes torch.compile's recompile limit an error; the limit leaves room for many lengths (see bucket)
 torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-compiled_flex_attention = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+compiled_flex_attention = torch.compile(fused_only, dynamic=False, fullgraph=True)
 
 
 def dense_reference(q, k, v, mask_mod=None, score_mod=None, scale=None, chunk=128, causal=False):
@@ -345,62 +525,68 @@ def dense_reference(q, k, v, mask_mod=None, score_mod=None, scale=None, chunk=12
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def pad_to_tile(x, value, dim):
-    """Pad dimension `dim` up to a multiple of TILE, so that FlexAttention meets few shapes and no ragged tile."""
-    short = -x.shape[dim] % TILE
-    if short == 0:
-        return x
-    pad = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, short]
-    return torch.nn.functional.pad(x, pad, value=value)
-
-
 def fused_attention(q, k, v, block_mask, **options):
-    """The compiled kernel on padded tensors: any lengths, head_dim below 16 too. block_mask is of the padded lengths
-    and must hide the pad keys. -> out (B, H, T_q, D_v), lse (B, H, T_q) fp32. options: flex_attention's."""
+    """The compiled kernel on tensors padded to the lengths of block_mask, which must hide pad keys; head_dim below 16
+    too. -> out (Z, h, T_q, D_v), lse (Z, h, T_q) fp32. options: flex_attention's.
+    RuntimeError: too many shapes in one process."""
     T, D, D_v = q.shape[2], q.shape[3], v.shape[3]
-    q, k, v = (pad_to_tile(x, 0.0, 2) for x in (q, k, v))
+    q_len, kv_len = block_mask.seq_lengths
+    q, k, v = pad_to(q, q_len, 0.0, 2), pad_to(k, kv_len, 0.0, 2), pad_to(v, kv_len, 0.0, 2)
     # 16 is the smallest head that the kernel takes; zeros change neither scores nor the rest of the output
-    q, k, v = (torch.nn.functional.pad(x, (0, max(0, 16 - x.shape[3]))) for x in (q, k, v))
-    out, aux = compiled_flex_attention(q, k, v, block_mask=block_mask, scale=D**-0.5, return_aux=AuxRequest(lse=True),
-                                       **options)
+    q, k, v = (pad_to(x, max(16, x.shape[3]), 0.0, 3) for x in (q, k, v))
+    try:
+        out, aux = compiled_flex_attention(q, k, v, block_mask=block_mask, scale=D**-0.5,
+                                           return_aux=AuxRequest(lse=True), **options)
+    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        raise RuntimeError(f"attention of shape {tuple(q.shape)} is one compile too many: over "
+                           f"{torch._dynamo.config.recompile_limit} shapes or masks in one process; pad batches to "
+                           "fewer lengths, or raise torch._dynamo.config.recompile_limit") from error
     return out[:, :, :T, :D_v], aux.lse[:, :, :T]
 
 
-def attention(q, k, v, evict_at, block_mask=None):
+def attention(q, k, v, evict_at, spec=None, block_mask=None, compiled=False, kernel_options=None):
     """Attention in which key t is visible to queries t <= q < evict_at[t].
 
     q (B, H, T, D), k, v (B, H_kv, T, D) of one dtype, evict_at (B, H_kv, T) int32, or (B, 1, T) for all heads
     -> out (B, H, T, D), lse (B, H, T) fp32, natural log. Any T >= 1.
-    block_mask: `evict_at_block_mask(evict_at, H)` when T is a multiple of TILE and several layers share it.
+    spec: what evict_at was planned for; a GPU then gathers keys into lifetime_order and skips the empty tiles. None:
+    time order, right for any mask and best for masks that are dense, or local in time.
+    block_mask: `evict_at_block_mask(evict_at)` when several layers share it (time order). compiled, kernel_options: see
+    lifetime_attention and flex_attention.
     """
-    H = q.shape[1]
-    if not q.is_cuda:  # FlexAttention has no backward on CPUs, and no lse from compiled inference
-        mask_mod = generate_evict_at_mask_mod(evict_at, H // evict_at.shape[1])
-        return dense_reference(q, k, v, mask_mod, causal=True)
-    if block_mask is None:
-        # A pad key has birth >= T, so real queries never see it; it never dies, so that no pad query has an empty row.
-        block_mask = evict_at_block_mask(pad_to_tile(evict_at, NEVER, -1).contiguous(), H)
-    return fused_attention(q, k, v, block_mask, enable_gqa=True)
+    (B, H, T, _), H_mask = q.shape, evict_at.shape[1]
+    if not has_kernel(q):
+        return dense_reference(q, k, v, generate_evict_at_mask_mod(evict_at, H // H_mask), causal=True)
+    if spec is not None and 2 * spec.n_slots <= T:  # below that few tiles are empty in any order
+        return lifetime_attention(q, k, v, evict_at, spec, compiled=compiled, kernel_options=kernel_options)
+    block_mask = evict_at_block_mask(evict_at) if block_mask is None else block_mask
+    q, k, v = (x.reshape(B * H_mask, -1, T, x.shape[3]) for x in (q, k, v))
+    out, lse = fused_attention(q, k, v, block_mask, enable_gqa=True, kernel_options=kernel_options)
+    return out.reshape(B, H, T, -1), lse.reshape(B, H, T)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pictures
 
+def pyplot():
+    import matplotlib
+    matplotlib.use("Agg")  # files only, also without a display
+    from matplotlib import pyplot
+    return pyplot
+
+
 def draw(path, T=24, spec=CacheSpec(n_sink=2, window=4, budget=10), seed=0):
     """Each closure on T tokens, their union, the fast form, and the lifetimes as bars. Black is visible."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    scores = torch.randn(1, 1, T, generator=torch.Generator().manual_seed(seed))
-    priority = effective_priority(scores)
+    plt = pyplot()
+    priority = effective_priority(torch.randn(1, 1, T, generator=torch.Generator().manual_seed(seed)))
     rank, cutoff = running_topk(priority, spec)
-    evict_at = evict_at_from_cutoffs(rank, cutoff, spec, T)
-    topk = and_masks(causal_mask_mod, generate_topk_mask_mod(rank, cutoff, spec))
+    ends = evict_at_from_cutoffs(rank, cutoff, spec, T)[0, 0].clamp(max=T).numpy()
     panels = [("causal", causal_mask_mod),
               (f"sinks (n_sink = {spec.n_sink})", and_masks(causal_mask_mod, generate_sink_mask_mod(spec.n_sink))),
               (f"window (= {spec.window}, query included)",
                and_masks(causal_mask_mod, generate_window_mask_mod(spec.window))),
-              (f"top-k of the older ones (n_select = {spec.n_select})", topk),
+              (f"top-k of the older ones (n_select = {spec.n_select})",
+               and_masks(causal_mask_mod, generate_topk_mask_mod(rank, cutoff, spec))),
               ("union of the three: what the cache holds", generate_kvpop_mask_mod(rank, cutoff, spec))]
     zero, q_idx, kv_idx = torch.zeros((), dtype=torch.long), torch.arange(T).view(T, 1), torch.arange(T).view(1, T)
     fig, axes = plt.subplots(2, 3, figsize=(12, 8), constrained_layout=True)
@@ -408,11 +594,10 @@ def draw(path, T=24, spec=CacheSpec(n_sink=2, window=4, budget=10), seed=0):
         ax.imshow(mod(zero, zero, q_idx, kv_idx).expand(T, T).numpy(), cmap="Greys", vmin=0, vmax=1.3)
         ax.set(title=title, xlabel="key position t", ylabel="query position q")
     ax = axes.flat[-1]
-    ends = evict_at[0, 0].clamp(max=T).numpy()
     ax.hlines(range(T), range(T), ends, color="black", linewidth=3)
     ax.plot(ends[ends < T], [t for t in range(T) if ends[t] < T], "x", color="black", markersize=6)
-    ax.set(title="lifetimes: t <= q < evict_at[t]", xlabel="query position q",
-           ylabel="key position t", xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
+    ax.set(title="lifetimes: t <= q < evict_at[t]", xlabel="query position q", ylabel="key position t",
+           xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
     fig.suptitle("A lifetime is a black column above, read downwards from the diagonal; x = evict_at", fontsize=11)
     fig.savefig(path, dpi=110)
     plt.close(fig)

@@ -30,43 +30,48 @@ PAIR_SHARE = 1.0
 EPS = 1e-8  # added to the mean mass, so that a token nobody looks at has a finite target
 
 
-def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0):
+def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0, kernel_options=None):
     """log sum_d p(d -> t)^power over d in [t + window, length): (B, H, T - window) fp32, -inf for an empty sum.
 
     p(d -> t) = exp(q_d . k_t / sqrt(D) - lse_d) comes from an attention call with K as queries and Q as keys; only its
     lse is used, the value is a narrow stand-in. lse (B, H, T) of the attention pass that q and k come from.
-    evict_at given: the bounded form. For a token already evicted at d, exp(score - lse) is p / (1 - p), which rewards
-    having been evicted without bound; -softplus(-x) turns it into the mass the token would get if it were put back.
+    evict_at (B, H_kv, T) given: the bounded form. For a token already evicted at d, exp(score - lse) is p / (1 - p),
+    which rewards having been evicted without bound; x - log(1 + exp(x)) turns it into the mass that the token would get
+    if it were put back. A KV head is a batch row, so that K is one tensor seen by its group's heads, never copied.
     """
-    B, H, T, D = q.shape
-    group_size = H // k.shape[1]
-    rows = T - window  # later tokens have no future query: their sum is empty
-    lse = lse.to(torch.promote_types(lse.dtype, torch.float32))
+    (B, H, T, D), H_kv = q.shape, k.shape[1]
+    Z, G, rows = B * H_kv, H // H_kv, T - window  # later tokens have no future query: their sum is empty
+    padded = flex_masks.bucket(T) if flex_masks.has_kernel(q) else T
+    q, k = (flex_masks.pad_to(x.reshape(Z, -1, T, D), padded, 0.0, 2) for x in (q, k))
+    lse = lse.to(torch.promote_types(lse.dtype, torch.float32)).reshape(Z, G, T)
+    lse, lengths = flex_masks.pad_to(lse, padded, 0.0, 2), lengths.int()
+    if evict_at is not None:
+        evict_at = flex_masks.pad_to(evict_at.reshape(Z, T), padded, T, 1)
 
     def score_mod(score, b, h, t, d):
         x = score - lse[b, h, d]
         if evict_at is not None:
-            x = torch.where(d < evict_at[b, h // group_size, t], x, -F.softplus(-x))
+            y = x.clamp(max=30)  # at 30 the mass is 1 to the last bit
+            x = torch.where(d < evict_at[b, t], x, y - (1 + y.exp()).log())
         return x * power
 
     def mask_mod(b, h, t, d):
-        return (d >= t + window) & (d < lengths[b])
+        return (d >= t + window) & (d < lengths[b // H_kv])
 
-    k = k[:, :, :rows].repeat_interleave(group_size, dim=1)  # (B, H, T - window, D)
-    if not q.is_cuda:
-        return dense_reference(k, q, q[..., :1], mask_mod, score_mod)[1]
-    lse = flex_masks.pad_to_tile(lse, 0.0, 2)  # captured by score_mod; d >= length is masked
-    if evict_at is not None:
-        evict_at = flex_masks.pad_to_tile(evict_at, flex_masks.NEVER, 2).contiguous()
-    n_t, n_d = -(-rows // TILE), -(-T // TILE)
-    tile_t = TILE * torch.arange(n_t, device=q.device).view(1, 1, -1, 1)
-    tile_d = TILE * torch.arange(n_d, device=q.device).view(1, 1, 1, -1)
-    end = lengths.view(B, 1, 1, 1)
-    visible = (tile_d + TILE - 1 >= tile_t + window) & (tile_d < end)
+    if not flex_masks.has_kernel(q):
+        k = k[:, :, :rows].expand(-1, G, -1, -1)  # (Z, G, T - window, D)
+        return dense_reference(k, q, q[..., :1], mask_mod, score_mod)[1].view(B, H, rows)
+    tile = TILE * torch.arange(padded // TILE, device=q.device)
+    tile_t, tile_d, end = tile.view(1, -1, 1), tile.view(1, 1, -1), lengths.view(B, 1, 1)
+    visible = (torch.minimum(tile_d + TILE, end) > tile_t + window) & (tile_d < end)  # (B, t tiles, d tiles)
     full = (tile_d >= tile_t + TILE - 1 + window) & (tile_d + TILE <= end)
-    block_mask = flex_masks.block_mask_from_tiles(visible, full, H, mask_mod, n_t * TILE, n_d * TILE)
-    narrow = q.new_zeros(B, H, T, 16)
-    return flex_masks.fused_attention(k, q, narrow, block_mask, score_mod=score_mod)[1]
+    if B > 1:
+        visible, full = visible.repeat_interleave(H_kv, dim=0), full.repeat_interleave(H_kv, dim=0)
+    block_mask = flex_masks.block_mask_from_tiles(visible, full, mask_mod, padded, padded, backward=False)
+    narrow = q.new_zeros(padded, 16).expand(Z, G, -1, -1)
+    lse = flex_masks.fused_attention(k.expand(-1, G, -1, -1), q, narrow, block_mask, score_mod=score_mod,
+                                     kernel_options=kernel_options)[1]
+    return lse.reshape(B, H, padded)[:, :, :rows]
 
 
 @torch.no_grad()
@@ -342,22 +347,23 @@ def gated_attention(q, k, v, z, spec):
     """Causal attention in which a key beyond the window, no sink, keeps the share 1 - sigmoid(z_t) of its weight: its
     scores get log(1 - sigmoid(z_t)) = logsigmoid(-z_t). q (B, H, T, D), k, v (B, H_kv, T, D), z (B, H_kv, T), to which
     gradients flow as well -> (B, H, T, D)."""
-    H, group_size = q.shape[1], q.shape[1] // k.shape[1]
+    (B, H, T, D), H_kv = q.shape, k.shape[1]
     n_sink, window = spec.n_sink, spec.window
-    log_keep = F.logsigmoid(-z)
-    evict_at = keep_everything(*k.shape[:3], k.device)
+    q, k, v = (x.reshape(B * H_kv, -1, T, D) for x in (q, k, v))  # a KV head is a batch row
+    log_keep = F.logsigmoid(-z).flatten(0, 1)  # (B * H_kv, T)
 
     def gate_score_mod(score, b, h, q_idx, kv_idx):
         beyond = (q_idx - kv_idx >= window) & (kv_idx >= n_sink)
         # a single look-up: FlexAttention knows the gradient of one
-        return score + torch.where(beyond, log_keep[b, h // group_size, kv_idx], 0.0)
+        return score + torch.where(beyond, log_keep[b, kv_idx], 0.0)
 
-    if not q.is_cuda:
-        mask_mod = flex_masks.generate_evict_at_mask_mod(evict_at, group_size)
-        return dense_reference(q, k, v, mask_mod, gate_score_mod, causal=True)[0]
-    log_keep = flex_masks.pad_to_tile(log_keep, 0.0, 2).contiguous()
-    block_mask = flex_masks.evict_at_block_mask(flex_masks.pad_to_tile(evict_at, flex_masks.NEVER, 2).contiguous(), H)
-    return flex_masks.fused_attention(q, k, v, block_mask, score_mod=gate_score_mod, enable_gqa=True)[0]
+    if not flex_masks.has_kernel(q):
+        out = dense_reference(q, k, v, flex_masks.causal_mask_mod, gate_score_mod, causal=True)[0]
+    else:
+        log_keep = flex_masks.pad_to(log_keep, flex_masks.bucket(T), 0.0, 1).contiguous()
+        block_mask = flex_masks.evict_at_block_mask(keep_everything(B, H_kv, T, q.device))
+        out = flex_masks.fused_attention(q, k, v, block_mask, score_mod=gate_score_mod, enable_gqa=True)[0]
+    return out.reshape(B, H, T, D)
 
 
 def gate_shortfall(gates, spec, lengths, ramp):

@@ -33,8 +33,7 @@ import scorer as scorers_module
 from data.batches import PackedRows, Problems, collate_problems, loader, problem_batches, response_mask
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
-from flex_masks import (NEVER, CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything,
-                        pad_to_tile, plan)
+from flex_masks import CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything, plan
 from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, save_model
 from targets import (PAIR_SHARE, POWER, Retention, RetentionLoss, future_attention, gate_shortfall, gated_attention,
                      noisy_gate, rank_targets, retention_loss, retention_recall, sample_queries, teacher_evict_at)
@@ -151,11 +150,11 @@ def parse_settings(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # The attends: what a block's attention does is decided here, per forward call
 
-def packed_attend(evict_at, n_head):
+def packed_attend(evict_at):
     """Attention of packed rows, tokens seen until their evict_at (B, T); one BlockMask serves all layers and heads."""
-    evict_at = pad_to_tile(evict_at[:, None], NEVER, -1)  # (B, 1, T): all heads alike; pad keys come after every query
-    block_mask = evict_at_block_mask(evict_at.contiguous(), n_head) if evict_at.is_cuda else None
-    return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask)[0]
+    evict_at = evict_at[:, None]  # (B, 1, T): all heads alike
+    block_mask = evict_at_block_mask(evict_at) if evict_at.is_cuda else None
+    return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask=block_mask)[0]
 
 
 def policy_attend(scorers, spec, lengths, on_layer=None, prompt_lengths=None):
@@ -171,7 +170,7 @@ def policy_attend(scorers, spec, lengths, on_layer=None, prompt_lengths=None):
             scorer.prompt_lengths = prompt_lengths
         scores = scorer(k, v, lengths)
         evict_at = plan(effective_priority(scores, scorer.log_gamma()), spec)
-        out, lse = attention(q, k, v, evict_at)
+        out, lse = attention(q, k, v, evict_at, spec)
         if on_layer is not None:
             on_layer(layer, q, k, lse, scores, evict_at)
         return out
@@ -190,7 +189,7 @@ def training_attend(model, spec, retention, anchors=None):
             scores, log_gamma = scorer(k.detach(), v.detach(), retention.lengths), scorer.log_gamma()
         with torch.no_grad():
             evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
-        out, lse = attention(q, k, v, evict_at)
+        out, lse = attention(q, k, v, evict_at, spec, compiled=retention.compiled)
         if scorer.window is None:
             return out
         inputs = (scores, log_gamma, q.detach(), k.detach(), lse.detach(), evict_at, retention, layer)
@@ -457,7 +456,7 @@ def pretrain(settings):
 
     def train_step(idx, targets, weight, evict_at):
         with autocast(settings.device):
-            hidden = forward(idx, packed_attend(evict_at, config.n_head))
+            hidden = forward(idx, packed_attend(evict_at))
             loss = cross_entropy(model, hidden, targets, weight)
         loss.backward()
         return loss.detach(), optimizer_step(optimizer, settings)

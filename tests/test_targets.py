@@ -4,11 +4,13 @@ import math
 import pytest
 import torch
 
+import flex_masks
 import targets
 from flex_masks import CacheSpec, attention, effective_priority, keep_everything, plan
 from targets import (EPS, Retention, RetentionLoss, boundary_loss, future_attention, pair_loss, rank_targets,
                      retention_recall, sample_queries,
                      teacher_evict_at)
+from test_masks import kernel  # noqa: F401
 
 SPEC = CacheSpec(n_sink=2, window=4, budget=12)
 
@@ -52,6 +54,37 @@ def test_transposed_pass_is_the_formula(T, bounded, reduce, power):
     want = explicit_target(q, k, lse, SPEC.window, lengths, evict_at if bounded else None, reduce, power)
     assert got.isfinite().all() and (got - want).abs().max() < 1e-10
     assert (got[..., max(0, T - SPEC.window):] == math.log(EPS)).all()  # no future, no mass
+
+
+@pytest.mark.parametrize("T", [5, 129, 300])
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("B, window", [(1, 4), (2, 1), (2, 2)])
+def test_transposed_pass_through_its_tables(T, bounded, B, window, request):
+    """What a GPU would do, tables, padding and all, on the stand-in for its kernel: only tiles with d >= t + window."""
+    q, k, v = inputs(T, B=B)
+    evict_at = plan(torch.randn(B, 2, T), SPEC)
+    lse = attention(q, k, v, evict_at)[1]
+    lengths = torch.tensor([T, T - 3])[:B]
+    want = targets.transposed_lse(q, k, lse, window, lengths, evict_at if bounded else None, 2.0)
+    kernel = request.getfixturevalue("kernel")
+    got = targets.transposed_lse(q, k, lse, window, lengths, evict_at if bounded else None, 2.0)
+    assert got.shape == want.shape and torch.allclose(got, want, rtol=0, atol=1e-11)  # an infinity equals itself
+    mask, n = kernel.masks[0], flex_masks.bucket(T) // flex_masks.TILE
+    taken = mask.kv_num_blocks + mask.full_kv_num_blocks
+    assert len(kernel.masks) == 1 and len(taken) == (1 if B == 1 else 4) and kernel.shapes[0][2][-1] == 16
+    t, d = torch.arange(128 * n).view(-1, 1), torch.arange(128 * n)
+    for z, count in enumerate(taken[:, 0]):
+        pairs = (d >= t + window) & (d < lengths[z // 2])
+        assert count.sum() == pairs.view(n, 128, n, 128).any(3).any(1).sum()
+
+
+def test_bounded_mass_of_any_score():
+    """An evicted token whose score is far above the lse would take all the attention, no more and no less."""
+    q = torch.tensor([0.0, 0.0, 5.0, 60.0, 2e3, -50.0]).view(1, 1, 6, 1)
+    got = targets.transposed_lse(q, torch.ones(1, 1, 6, 1), torch.zeros(1, 1, 6), 2, torch.tensor([6]),
+                                 torch.tensor([[[2, 3, 4, 5, 6, 6]]]))  # gone as soon as they have left the window
+    want = torch.sigmoid(q.flatten().double())
+    assert (got[0, 0].exp() - torch.stack([want[t + 2:].sum() for t in range(4)])).abs().max() < 1e-5
 
 
 def test_dense_mass_is_conserved():

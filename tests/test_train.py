@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import decode
+import flex_masks
 import train
 from data import batches, traces
 from data.tokenizer import EOT
@@ -22,6 +23,7 @@ from flex_masks import CacheSpec
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
 from scorer import load_scorers, make_scorer
 from targets import POWER, Retention
+from test_masks import Kernel
 from train import PRESETS, Settings, lr_factor, make_optimizer, parse_settings
 
 CACHE = dict(n_sink=2, window=8, budget=40)  # kvpop's state costs 5 of them at head_dim 8
@@ -273,7 +275,7 @@ def test_forgetful_documents_lose_their_scratch_after_the_window():
 def test_packed_attention_is_attention_in_each_document_alone():
     model = random_model()
     idx, _, _, doc_end = (x[None] for x in train.PackedRows(400, 0, 0.1)[1])
-    packed = model(idx, train.packed_attend(doc_end, model.config.n_head))
+    packed = model(idx, train.packed_attend(doc_end))
     starts = [0, *(e for e in doc_end[0].unique().tolist() if e < 400)]
     assert len(starts) >= 2
     for a, b in zip(starts, starts[1:] + [400]):
@@ -585,6 +587,18 @@ def test_the_full_retrofit_moves_everything_and_stands_alone(base, full_run, tmp
     assert decode.main(["--model", str(tmp_path / "alone"), "--device", "cpu", "--prompt", "A| M=1 M?\n",
                         "--max-new-tokens", "5"]) == 0
     assert "policy: kvpop, budget 40" in capsys.readouterr().err
+
+
+def test_the_full_retrofit_on_the_path_of_a_gpu(base, full_run, tmp_path, monkeypatch):
+    """Keys in the order of their lifetimes, tables, padding: the same losses, on a stand-in for the kernel."""
+    kernel = Kernel()
+    monkeypatch.setattr(flex_masks, "compiled_flex_attention", kernel)
+    monkeypatch.setattr(flex_masks, "has_kernel", lambda q: True)
+    assert run("--model", base, *SCORER, "--train-base", "--out", tmp_path / "full", "--steps", 3) == 0
+    want, got = (json.loads((folder / "log.json").read_text())["history"] for folder in (full_run, tmp_path / "full"))
+    assert len(got) == len(want) == 3 and all(h[key] == pytest.approx(w[key], rel=1e-3, abs=1e-6)
+                                              for h, w in zip(got, want) for key in ("kl", "retention", "recall"))
+    assert any(k[2] != q[2] for q, k, v in kernel.shapes), "no call had its keys gathered"
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
