@@ -188,8 +188,8 @@ def parallel_cutoffs(rank, n_select, compiled=False):
     rank: (..., M) int64 unique in 0..M-1. Digit by digit of the rank, from the top: every prefix i is a range [lo, hi)
     of the sequence stably partitioned by the digits above, in which the k-th largest is sought. Counts of the digits in
     the range tell its digit and how many are larger; its digit's part of the range is where the walk goes on.
-    compiled: through torch.compile (once a padded shape, tens of seconds), for training on a GPU, where shapes come back in
-    every step and launching the small kernels one by one would cost more than the attention they save.
+    compiled: through torch.compile (once a padded shape, tens of seconds), for training on a GPU, where they come back
+    in every step and launching the small kernels one by one would cost more than the attention they save.
     """
     if rank.shape[-1] == 0 or n_select == 0:
         return torch.full_like(rank, rank.shape[-1])

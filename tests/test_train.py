@@ -153,7 +153,8 @@ def test_help_lists_every_knob_with_its_default_and_reason(capsys):
             assert str(value) in text.split("(default: ", 1)[1]
 
 
-def test_presets_fill_what_the_command_leaves_open():
+def test_presets_fill_what_the_command_leaves_open(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # what a run left in the default --out is no part of this
     for args, name in (([], "scorer"), (["--train-base"], "train_base"), (["--stage", "pretrain"], "pretrain")):
         settings = parse_settings(args)
         for key, value in PRESETS[name].items():
