@@ -387,7 +387,8 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     stop_ids = config.eos_token_ids if stop_ids is None else stop_ids
     past = 0  # positions that the cache has seen
     if resume is not None:
-        if (len(prompts), len(resume.stop)) != (1, 1) or resume.cache.input_pos.tolist() != resume.seen:
+        spoilt = "interrupted" in resume.stop or resume.cache.input_pos.tolist() != resume.seen
+        if spoilt or (len(prompts), len(resume.seen)) != (1, 1):
             raise ValueError("only a single row can be resumed, once, and not after an interruption: start anew")
         prompts, past = [resume.tokens[0][-1:] * (resume.stop[0] != "end token") + prompts[0]], resume.seen[0]
     check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_k, past)

@@ -164,6 +164,9 @@ def test_room_of_a_resumed_row_counts_what_is_kept():
     assert last.stop == ["max_seq_len"] and len(last.tokens[0]) == 28 - 14 - 11
     with pytest.raises(ValueError, match="once"):  # its cache has gone on
         generate(model, [two], spec, scorers, max_new_tokens=4, resume=first)
+    last.stop = ["interrupted"]  # perhaps within a step
+    with pytest.raises(ValueError, match="not after an interruption"):
+        generate(model, [two], spec, scorers, max_new_tokens=4, resume=last)
 
 
 # ----------------------------------------------------------------------------- raw prompts
