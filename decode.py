@@ -3,7 +3,7 @@
 What this file holds, bottom-up:
   LayerCache, KVCache   the static tensors of one layer and of all; `step` evicts one entry and writes one
   prefill, step         whole prompts under the mask of training, keeping each layer's survivors; then a token a row
-  sample, generate      filters, per-row randomness, the batched loop with its stop reasons
+  sample, generate      filters, per-row randomness, the batched loop with its stop reasons; `resume` adds a turn
   force                 given rows through the same decode step: how a dynamic policy is measured
   main                  the command line
 How it departs from a vanilla KV cache: a slot is not a position. A new token takes the slot of the token evicted for
@@ -14,11 +14,11 @@ same code with a window as long as the sequence, which no token ever leaves.
 Letters: B batch, T tokens, H query heads, H_kv KV heads, D head_dim, N slots; q the position of the newest token.
 """
 import argparse
-import json
 import math
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,14 +26,13 @@ import torch
 import torch.nn.functional as F
 
 from data.figures import draw_kept
-from data.tokenizer import EOT, decode, encode_checked
-from data.traces import FAMILIES, check, make_problem
+from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, labels, open_prompts, sampling, say,
+                          stop_ids, tokenizer_of, verdict)
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
-from model import ModelConfig, Transformer, load_model, read_json
+from model import ModelConfig, Transformer, load_model, read_json, resolve_checkpoint
 from scorer import LEARNED, POLICIES, check_policy, check_window, geometry, load_scorers, make_scorers, state_entries
 
 DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder without a scorer.json
-SHIPPED = Path(__file__).resolve().parent / "assets"
 
 # ------------------------------------------------------------------------------------------------------------ The cache
 
@@ -169,10 +168,15 @@ class KVCache:
         self.layers = [LayerCache(config, spec, batch, None if scorers is None else scorers[i], device, dtype)
                        for i in range(config.n_layer)]
 
-    def reset(self):
-        for layer in self.layers:
+    def reset(self, smaller=None):
+        """Empty; or what a smaller dense cache holds, at the places where it would lie here."""
+        self.input_pos.copy_(smaller.input_pos if smaller else torch.zeros_like(self.input_pos))
+        for i, layer in enumerate(self.layers):
             layer.reset()
-        self.input_pos.zero_()
+            for name in ("k_cache", "v_cache", "priority", "position", "ring") if smaller else ():
+                old, new = getattr(smaller.layers[i], name), getattr(layer, name)[:, :, :smaller.spec.n_slots]
+                # an empty slot is numbered from the end: fewer slots, other numbers
+                new.copy_(torch.where(old < 0, new, old) if name == "position" else old)
 
     def set_prompt_lengths(self, lengths):
         """For a policy that never evicts prompts: their lengths, (B,) ints, after a reset and before a step (a prefill
@@ -341,13 +345,14 @@ class Generation:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0  # decode steps, of the whole batch
+    advance: object = None  # the step of this cache, perhaps captured: to go on with
 
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C inside `generate`; args[0] is the Generation so far."""
 
 
-def check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_k):
+def check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_k, past=0):
     """ValueError for what cannot be generated, before any work."""
     if not prompts or not all(prompts):
         raise ValueError("the prompt is empty: give at least one token")
@@ -356,7 +361,7 @@ def check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_
                          f"got {temperature}, {top_p} and {top_k}")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
-    longest, new = max(map(len, prompts)), max_new_tokens or 1
+    longest, new = past + max(map(len, prompts)), max_new_tokens or 1
     if longest + new > max_seq_len:
         raise ValueError(f"a prompt of {longest} tokens and {new} new ones need {longest + new} positions, more than "
                          f"max_seq_len {max_seq_len}: shorten the prompt or lower --max-new-tokens")
@@ -364,7 +369,7 @@ def check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_
 
 @torch.no_grad()
 def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_tokens=None, max_seq_len=None,
-             temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_ids=None, on_token=None, cache=None,
+             temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_ids=None, on_token=None, cache=None, resume=None,
              graph=True) -> Generation:
     """Generate for a batch of prompts (lists of token ids, any lengths) until every row has stopped.
     spec and scorers as for KVCache; both None is the dense policy, with room for the longest row. max_new_tokens None:
@@ -375,43 +380,58 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     decode_seconds then count from where the longest one ends.
     on_token(row, id) is called for each new token. cache: one to reuse, it is reset. graph: on a GPU, replay each step
     as a CUDA graph. Rows that have stopped go through the steps unread, to keep the shapes: their slots mean nothing
-    after that. ValueError before any work."""
+    after that. resume: the Generation of one row, to go on from. Its cache stays (a dense one grows), and the prompt,
+    behind the last token said if that was never fed, is stepped in token by token: the same state as from one prompt
+    with everything. An end token is not fed. ValueError before any work."""
     config, weight = model.config, model.model.embed_tokens.weight
     max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
     stop_ids = config.eos_token_ids if stop_ids is None else stop_ids
-    check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_k)
+    past = 0  # positions that the cache has seen
+    if resume is not None:
+        spoilt = "interrupted" in resume.stop or resume.cache.input_pos.tolist() != resume.seen
+        if spoilt or (len(prompts), len(resume.seen)) != (1, 1):
+            raise ValueError("only a single row can be resumed, once, and not after an interruption: start anew")
+        prompts, past = [resume.tokens[0][-1:] * (resume.stop[0] != "end token") + prompts[0]], resume.seen[0]
+    check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_k, past)
     B, longest = len(prompts), max(map(len, prompts))
-    room = max_new_tokens or max_seq_len - min(map(len, prompts))
-    if cache is None:
-        spec = dense_spec(longest + room) if spec is None else spec
+    room = max_new_tokens or max_seq_len - past - min(map(len, prompts))
+    cache = cache if resume is None else resume.cache
+    most = past + longest + room
+    grow = resume is not None and spec is None and cache.layers[0].scorer is None and cache.spec.window < most
+    if cache is None or grow:
+        spec = dense_spec(most) if spec is None else spec
         cache = KVCache(config, spec, B, scorers, weight.device, weight.dtype)
     # all randomness is drawn before the loop and on the CPU, so that it is the same in any batch and on any device
     seeds = [seed + b for b in range(B)] if isinstance(seed, int) else seed
     noise = torch.stack([torch.rand(room if temperature else 1, dtype=torch.float64,
                                     generator=torch.Generator().manual_seed(s % 2**63)) for s in seeds])  # (B, steps)
-    noise, result = noise.to(weight.device), Generation([[] for _ in prompts], [None] * B, [0] * B, cache)
+    noise, result = noise.to(weight.device), Generation([[] for _ in prompts], [None] * B, [past] * B, cache)
     # FlexAttention compiles once per padded length, so on a GPU lengths come in steps of an eighth to a quarter
     unit = 1 if weight.device.type == "cpu" else max(128, 2 ** longest.bit_length() // 8)
     T = -(-longest // unit) * unit
     idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=weight.device)
     lengths = torch.tensor([len(p) for p in prompts], device=weight.device)
-    cache.set_prompt_lengths(lengths)
-    advance, dynamic, n_done = make_step(model, cache, graph), cache.layers[0].dynamic, 0
-    first, lead = [1 if dynamic else len(p) for p in prompts], longest - 1 if dynamic else 0
+    if resume is None:
+        cache.set_prompt_lengths(lengths)
+    result.advance = advance = make_step(model, cache, graph) if resume is None or grow else resume.advance
+    if resume is None or grow:
+        cache.reset(resume and resume.cache)
+    stepped, n_done = resume is not None or cache.layers[0].dynamic, 0
+    first, lead = [past + 1 if stepped else len(p) for p in prompts], longest - 1 if stepped else 0
     start = time.perf_counter()
     try:
-        cache.reset()
-        logits = advance(idx[:, 0]) if dynamic else prefill(model, idx, lengths, cache)  # (B, V)
+        logits = advance(idx[:, 0]) if stepped else prefill(model, idx, lengths, cache)  # (B, V)
         while True:  # logits are those of each row's last token so far; input_pos has counted it
-            drawn = (cache.input_pos - lengths).clamp(0, noise.shape[1] - 1)[:, None]  # (B, 1)
+            at = cache.input_pos - past
+            drawn = (at - lengths).clamp(0, noise.shape[1] - 1)[:, None]  # (B, 1)
             ids = sample(logits, noise.gather(1, drawn).squeeze(1), temperature, top_p, top_k)
-            given = idx.gather(1, cache.input_pos.clamp(max=T - 1)[:, None]).squeeze(1)
-            ids = torch.where(cache.input_pos < lengths, given, ids)  # a dynamic policy may still be in the prompt
+            given = idx.gather(1, at.clamp(max=T - 1)[:, None]).squeeze(1)
+            ids = torch.where(at < lengths, given, ids)  # a stepped row may still be in its prompt
             for b, token in enumerate(ids.tolist()):  # the one wait for the device in a step
                 if result.stop[b] is not None:
                     continue
                 result.seen[b] = first[b] + n_done
-                if result.seen[b] < len(prompts[b]):
+                if result.seen[b] < past + len(prompts[b]):
                     continue
                 if token in stop_ids:
                     result.stop[b] = "end token"
@@ -419,7 +439,7 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
                 result.tokens[b].append(token)
                 n = len(result.tokens[b])
                 result.stop[b] = ("max_new_tokens" if n == max_new_tokens else
-                                  "max_seq_len" if len(prompts[b]) + n == max_seq_len else None)
+                                  "max_seq_len" if past + len(prompts[b]) + n == max_seq_len else None)
                 if on_token is not None:
                     on_token(b, token)
             if n_done == lead:
@@ -438,28 +458,26 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
 
 # ----------------------------------------------------------------------------------------------------- The command line
 
-def say(text):
-    print(text, file=sys.stderr, flush=True)
-
-
-def emit(data):
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()  # as it comes
+def named_folder(folder, name):
+    """A folder that the scorer.json of `folder` names: relative to it, or by hub id."""
+    local = Path(folder) / name
+    return local if name.startswith(".") or local.is_dir() else resolve_checkpoint(name)
 
 
 def weights_folder(folder, settings):
     """Where the model weights of a retrofit lie: with its scorers, or, trained on a frozen base, with the base."""
     default = "." if (Path(folder) / "config.json").is_file() else settings.get("base", ".")
-    return Path(folder) / settings.get("weights", default)
+    return named_folder(folder, settings.get("weights", default))
 
 
 def resolve_policy(args):
     """-> folder of the weights, policy, whether its scorers lie there, settings: --model and --policy taken together.
     A policy that was trained lives with its weights. One that needs no training runs on the base model, which a
     retrofitted folder names under "base" in its scorer.json, relative to itself."""
-    folder = Path(args.model)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no checkpoint folder {args.model!r}: give one with --model")
+    try:
+        folder = resolve_checkpoint(args.model)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--model: {error}") from None
     retrofit = (folder / "scorer.json").is_file()
     settings = read_json(folder / "scorer.json") if retrofit else DEFAULTS
     own = settings.get("policy") if retrofit else "dense"
@@ -473,7 +491,7 @@ def resolve_policy(args):
         return folder, policy, policy in LEARNED or retrofit, settings  # load_scorers says it if a folder has none
     if not settings.get("base"):
         raise ValueError(f"{folder}/scorer.json names no base model for policy {policy}: give its folder with --model")
-    base = folder / settings["base"]
+    base = named_folder(folder, settings["base"])
     say(f"policy {policy} needs no training: using the base model in {os.path.normpath(base)}")
     return base, policy, False, settings
 
@@ -501,24 +519,6 @@ def resolve_spec(args, settings, policy, config, limit):
     return replace(spec, budget=min(spec.budget, most))
 
 
-def resolve_prompt(args, config):
-    """-> prompt ids, and the generated problem they come from or None."""
-    if config.vocab_size > 512:
-        raise ValueError(f"this command speaks bytes, the model has {config.vocab_size} tokens: call generate()")
-    text, path = args.prompt, args.prompt_file
-    if text is None and path is None:
-        problem = make_problem(args.family or FAMILIES[0], args.problem or 0, "test")
-        return encode_checked(problem.prompt, config.alphabet), problem
-    if args.problem is not None or args.family is not None:
-        raise ValueError("--problem and --family choose a generated prompt: leave them out when you give your own")
-    try:
-        if path is not None:
-            text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read --prompt-file {path!r} as UTF-8 text: {error}") from None
-    return encode_checked(text, config.alphabet), None
-
-
 def resolve_device(args):
     """-> torch device and dtype; bf16 on CUDA and fp32 on CPU unless asked otherwise."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -528,19 +528,9 @@ def resolve_device(args):
     return torch.device(name), getattr(torch, args.dtype or ("bfloat16" if kind == "cuda" else "float32"))
 
 
-def known_record(folder, policy, spec, args):
-    """"; this checkpoint: P of M right", or "" where assets/results/first-look.json has no row for it."""
-    path, wanted = SHIPPED / "results" / "first-look.json", (Path(folder).name, policy, spec and spec.budget, "both")
-    if Path(folder).resolve().parent != SHIPPED or args.temperature or (args.n_sink, args.window) != (None, None):
-        return ""  # the record is of shipped checkpoints, greedy, with their own sinks and window
-    rows = json.loads(path.read_text()).get("rows", []) if path.is_file() else []
-    found = [r for r in rows if wanted == tuple(r.get(key) for key in ("model", "policy", "budget", "family"))]
-    return f"; this checkpoint: {found[0]['right']} of {found[0]['problems']} right" if found else ""
-
-
-def summary(result, policy, config, n_prompt):
+def summary(result, policy, config, spent):
     """The closing lines: entries against positions, bytes measured against the formula, speed, why it stopped."""
-    cache, spec, seen, steps = result.cache, result.cache.spec, result.seen[0], result.steps
+    cache, spec, seen = result.cache, result.cache.spec, result.seen[0]
     held, size, width = cache.peak_entries(), cache.nbytes(), cache.layers[0].k_cache.element_size()
     charged = held + spec.state_entries
     formula = config.n_layer * 2 * config.n_kv_head * spec.n_slots * config.head_dim * width
@@ -554,8 +544,8 @@ def summary(result, policy, config, n_prompt):
         f"{spec.n_slots} slots * {config.head_dim} * {width} bytes = {formula}",
         f"priority, position, window ring: {size['bookkeeping']} bytes, not charged (every policy has them)",
         f"scorer state: {size['state']} bytes, charged as {spec.state_entries} entries per KV head",
-        f"prefill: {n_prompt} tokens, {n_prompt / (result.prefill_seconds or math.inf):.1f} tokens/s; "
-        f"decode: {steps} steps, {steps / (result.decode_seconds or math.inf):.1f} tokens/s",
+        f"prefill: {spent['fed']} tokens, {spent['fed'] / (spent['prefill'] or math.inf):.1f} tokens/s; "
+        f"decode: {spent['steps']} steps, {spent['steps'] / (spent['decode'] or math.inf):.1f} tokens/s",
         f"stopped by: {result.stop[0]}"]
 
 
@@ -563,22 +553,14 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         description="Generate with a KV cache of fixed size. Text goes to stdout as it comes, the rest to stderr.")
     add = parser.add_argument
-    add("--model", default=str(SHIPPED / "kvpop"), metavar="FOLDER", help="checkpoint (default: %(default)s)")
+    add("--model", default=str(SHIPPED / "kvpop"), metavar="FOLDER", help="folder or hub id (default: %(default)s)")
     free = ", ".join(policy for policy in POLICIES if policy not in (*LEARNED, "oracle"))
     add("--policy", help=f"on the base model: {free}; or the checkpoint's own (default)")
     add("--budget", type=int, help="entries per KV head, all included (default: the checkpoint's)")
     add("--n-sink", type=int, help="first positions, never evicted (default: the checkpoint's)")
     add("--window", type=int, help="newest positions, the query included (default: the checkpoint's)")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", metavar="TEXT", help="prompt, taken as it is (default: a generated test problem)")
-    source.add_argument("--prompt-file", metavar="PATH", help="read the prompt from a file, - for stdin")
-    add("--problem", type=int, metavar="N", help="number of the generated test problem (default: 0)")
-    add("--family", help="family of the generated problem, arith or walk (default: arith)")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    add("--top-p", type=float, default=1.0, help="share of probability to sample from (default: %(default)s)")
-    add("--top-k", type=int, default=0, help="number of tokens to sample from, 0 = all (default: %(default)s)")
+    add_flags(parser)
     add("--seed", type=int, default=0, help="of the sampling and of policy random (default: %(default)s)")
-    add("--max-new-tokens", type=int, help="stop after so many (default: at an end token or --max-seq-len)")
     add("--max-seq-len", type=int, help="prompt and text together (default and limit: the model's)")
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
@@ -595,9 +577,13 @@ def run(args):
     if not 0 < limit <= config.max_seq_len:
         raise ValueError(f"--max-seq-len {limit} is outside 1 .. {config.max_seq_len}, what the model was trained on")
     spec = resolve_spec(args, settings, policy, config, limit)
-    prompt, problem = resolve_prompt(args, config)
+    tokenizer = tokenizer_of(weights, config)
+    prompts, problem, talk = open_prompts(args, weights, tokenizer)
     device, dtype = resolve_device(args)
-    check_request([prompt], args.max_new_tokens, limit, args.temperature, args.top_p, args.top_k)
+    how, ends = sampling(args, weights), stop_ids(weights, tokenizer, config)
+    if (prompt := next(prompts, None)) is None:
+        raise ValueError("a chat without a turn: give --prompt, or lines on stdin")
+    check_request([prompt], args.max_new_tokens, limit, **how)
     check_prompts(policy, spec, len(prompt))
     if args.picture:
         parent = os.path.join(os.path.dirname(args.picture) or ".", "")  # the slash: a file will not do
@@ -611,24 +597,38 @@ def run(args):
         check_scorers(scorers, config, spec)
         scorers.to(device)
     model = load_model(weights, device, dtype).eval()
-    try:
-        code, result = 0, generate(
-            model, [prompt], spec, scorers, max_new_tokens=args.max_new_tokens, max_seq_len=limit, seed=args.seed,
-            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, stop_ids=config.eos_token_ids or [EOT],
-            on_token=lambda row, token: emit(bytes([token] if token < EOT else [])))
-    except Interrupted as stopped:
-        code, result = 130, stopped.args[0]
-    emit(b"\n")
-    say("\n".join(summary(result, policy, config, len(prompt))))
+    result, ids, tokens, spent, code = None, prompt, [], Counter(), 0
+    while ids is not None and not code:
+        write, room, cap = Writer(tokenizer), limit - len(tokens) - len(ids), args.max_new_tokens
+        if talk is not None:  # the cap is each turn's, the room the whole chat's
+            cap = None if (cap or CHAT_CAP) >= room else cap or CHAT_CAP
+            if room < 1:
+                say(f"the chat is full: {len(tokens)} tokens and a turn of {len(ids)} reach --max-seq-len {limit}")
+                break
+        try:
+            result = generate(model, [ids], spec, scorers, max_new_tokens=cap, max_seq_len=limit, resume=result, **how,
+                              seed=args.seed + spent["turns"], on_token=write, stop_ids=ends)
+        except Interrupted as stopped:
+            code, result = 130, stopped.args[0]
+        write.finish()
+        tokens += ids + result.tokens[0]
+        spent.update(turns=1, fed=len(ids), steps=result.steps, prefill=result.prefill_seconds,
+                     decode=result.decode_seconds)
+        if talk is None:
+            break
+        say(f"turn {spent['turns']}: {len(ids)} tokens fed, {len(result.tokens[0])} new, stopped by: {result.stop[0]}")
+        talk.heard(tokenizer.decode(result.tokens[0]), ended=False)  # generate does not feed the end token
+        ids = None if code else next(prompts, None)
+    say("\n".join(summary(result, policy, config, spent)))
     if problem is not None:
-        verdict = check(problem, decode(t for t in result.tokens[0] if t <= EOT))
-        record = known_record(folder, policy, spec, args)
-        say(f"answer: {'right' if verdict.answer_right else 'wrong'}, trace: {verdict.message}{record}")
+        usual = not how["temperature"] and (args.n_sink, args.window) == (None, None)
+        say(verdict(problem, result.tokens[0], usual and known_record(folder, policy, spec and spec.budget) or ""))
     if args.picture and result.seen[0]:
-        ids, slots = (prompt + result.tokens[0])[:result.seen[0]], result.cache.spec.n_slots
+        tokens, slots = tokens[:result.seen[0]], result.cache.spec.n_slots
         kept = [result.cache.kept_positions(layer)[0] for layer in range(config.n_layer)]
-        draw_kept(args.picture, kept, ids, len(prompt),
-                  f"Tokens held by policy {policy} after {len(ids)} positions, {slots} slots per KV head")
+        title = f"Tokens held by policy {policy} after {len(tokens)} positions, {slots} slots per KV head"
+        marks, columns = labels(tokenizer, tokens)
+        draw_kept(args.picture, kept, marks, len(prompt), title, columns)
         say(f"wrote {args.picture}")
     return code
 

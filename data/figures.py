@@ -6,21 +6,20 @@ matplotlib is imported where it is used, so nothing else needs it.
 import torch
 
 
-def draw_kept(path, kept, ids, n_prompt, title, columns=128):
-    """Which tokens a cache holds: a column per token of `ids` (bytes), a row per layer, wrapped into strips.
+def draw_kept(path, kept, texts, n_prompt, title, columns=128):
+    """Which tokens a cache holds: a column per token, labelled by `texts`, a row per layer, wrapped into strips.
     kept: for each layer and KV head the positions held. Black = held by all KV heads of the layer, white = by none;
     hatched = past the end; a triangle at n_prompt."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    n_layer, n_head, n_strip = len(kept), len(kept[0]), -(-len(ids) // columns)
-    count = torch.tensor([[sum(t in head for head in heads) for t in range(len(ids))]
+    n_layer, n_head, n_strip = len(kept), len(kept[0]), -(-len(texts) // columns)
+    count = torch.tensor([[sum(t in head for head in heads) for t in range(len(texts))]
                           for heads in ([set(head) for head in heads] for heads in kept)])  # (n_layer, T)
     height = n_strip * (0.13 * n_layer + 0.42) + 1.2
     fig, axes = plt.subplots(n_strip, 1, figsize=(17, height), squeeze=False, layout="constrained")
-    for start, ax in zip(range(0, len(ids), columns), axes[:, 0]):
-        labels = [{10: "\u21b5", 32: "\u2423"}.get(t, chr(t) if 32 < t < 127 else f"{t:x}")
-                  for t in ids[start:start + columns]]
+    for start, ax in zip(range(0, len(texts), columns), axes[:, 0]):
+        labels = texts[start:start + columns]
         image = ax.pcolormesh(count[:, start:start + columns], cmap=plt.get_cmap("Greys", n_head + 1), vmin=-0.5,
                               vmax=n_head + 0.5, edgecolors="0.75", linewidth=0.3)
         ax.set(xlim=(0, columns), ylim=(n_layer, 0), ylabel=f"layer\n(from {start})")

@@ -12,7 +12,8 @@ from statistics import mean, pstdev
 
 import pytest
 
-from data.traces import ALPHABET, FAMILIES, MAX_LENGTH, PROMPTS, TEST_SIZES, TRAIN_SIZES, check, make_problem, solve, worth_keeping
+from data.traces import (ALPHABET, FAMILIES, MAX_LENGTH, PROMPTS, TEST_SIZES, TRAIN_SIZES, check, make_problem, solve,
+                         worth_keeping)
 
 ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "validation", "test")
