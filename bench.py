@@ -478,7 +478,8 @@ def first_look(args):
     relative_high (paired bootstrap), traces_right (every byte right), token_accuracy (teacher-forced), decoded: true
     when the policy really generated token by token under its budget. The oracle needs the future, so it is
     teacher-forced on the right trace and its `right` counts whole traces, which under-counts answers if anything.
-    right_bits: one digit a problem. Rows that the file has already are kept: delete it to start over.
+    right_bits: one digit a problem; checkpoint: CRC of the weights. Rows that the file has already of the same weights
+    are kept: delete it to start over.
     """
     device, dtype = device_and_dtype(args)
     per_family = args.problems // len(FAMILIES)
@@ -492,10 +493,14 @@ def first_look(args):
     cases += [free_case(policy, args.base, budget, retrofits)
               for budget in sorted(args.budgets or {case.budget for case in retrofits}) for policy in args.policies]
     cases += retrofits
-    rows, dense_ok = earlier_rows("first-look", base=args.base, problems=len(problems)), None
+    same = dict(base=args.base, base_checkpoint=fingerprint(args.base), problems=len(problems))
+    rows, dense_ok = earlier_rows("first-look", **same), None
     for case in cases:
         start, policy, budget, model_name = time.time(), case.policy, case.budget, Path(case.folder).resolve().name
-        done = [row for row in rows if (row["policy"], row["model"], row["budget"]) == (policy, model_name, budget)]
+        checkpoint = fingerprint(case.folder, case.weights)
+        mine = [row for row in rows if (row["policy"], row["model"], row["budget"]) == (policy, model_name, budget)]
+        done = [row for row in mine if row["checkpoint"] == checkpoint]
+        rows = [row for row in rows if row in done or row not in mine]  # those of a checkpoint trained anew go
         if done:  # an interrupted run goes on where it stopped
             if policy == "dense":
                 dense_ok = [bit == "1" for bit in done[0]["right_bits"]]
@@ -517,13 +522,14 @@ def first_look(args):
             both = family == "both"
             rows.append(dict(
                 policy=policy, model=model_name, weights="adapted" if case.adapted else "base", budget=budget,
-                compression_ratio=0.0 if budget is None else 1 - budget / mean_length, family=family, problems=len(ok),
+                checkpoint=checkpoint, compression_ratio=0.0 if budget is None else 1 - budget / mean_length,
+                family=family, problems=len(ok),
                 right=sum(ok), pass_at_1=sum(ok) / len(ok), ci_low=low, ci_high=high,
                 relative=sum(ok) / max(1, sum(reference)), relative_low=relative_low, relative_high=relative_high,
                 traces_right=sum(traces[i] for i in mine), decoded=policy != "oracle",
                 token_accuracy=result["token_accuracy"] if both else None, recall=result["recall"] if both else None,
                 right_bits="".join("01"[bool(x)] for x in ok) if both else None))
-        write_results("first-look", rows, device, base=args.base, problems=len(problems), mean_length=mean_length)
+        write_results("first-look", rows, device, **same, mean_length=mean_length)
         print(f"{policy} at {budget or 'any length'}: {sum(right)} of {len(right)} right, {sum(traces)} whole traces, "
               f"{time.time() - start:.0f} s", flush=True)
     print_table(rows, ["policy", "model", "weights", "budget", "compression_ratio", "family", "right", "problems",

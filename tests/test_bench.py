@@ -23,7 +23,7 @@ from train import evaluate
 
 KEYS = {"policy", "model", "weights", "budget", "compression_ratio", "family", "problems", "right", "pass_at_1",
         "ci_low", "ci_high", "relative", "relative_low", "relative_high", "traces_right", "decoded", "token_accuracy",
-        "recall", "right_bits"}
+        "recall", "right_bits", "checkpoint"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,6 +287,15 @@ def test_an_interrupted_run_goes_on(first_look, monkeypatch):
     path.write_text(json.dumps({**content, "rows": whole[:6]}))  # dense and streaming
     rows = first_look("--policies", "streaming", "random", "oracle")["rows"]
     assert rows == whole and [scorers[0].name for _, _, scorers, _ in calls] == ["random", "kvpop"]
+    del calls[:]
+    other = [{**row, "checkpoint": "0" * 8} if row["policy"] == "kvpop" else row for row in whole]
+    path.write_text(json.dumps({**content, "rows": other}))  # a scorer trained anew since: its rows alone are made again
+    assert first_look("--policies", "streaming", "random", "oracle")["rows"] == whole
+    assert [scorers[0].name for _, _, scorers, _ in calls] == ["kvpop"]
+    del calls[:]
+    path.write_text(json.dumps({**content, "base_checkpoint": "0" * 8}))
+    first_look("--policies", "streaming", "random", "oracle")
+    assert len(calls) == 4  # another base: nothing is kept
     del calls[:]
     first_look("--problems", "2", "--policies", "random")
     assert len(calls) == 3  # other problems: nothing is kept
