@@ -404,7 +404,6 @@ def test_unfused_attention_is_impossible(monkeypatch):
         flex_masks.fused_only(x, x, x)
     monkeypatch.setattr(flex_masks, "fused_only", lambda q, k, v, **options: (q, flex_masks.AuxRequest(lse=q[..., 0])))
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     monkeypatch.setattr(flex_masks, "compiled_flex_attention",
                         torch.compile(flex_masks.fused_only, backend="eager", dynamic=False, fullgraph=True))
     spec = CacheSpec(2, 8, 40)
@@ -412,10 +411,11 @@ def test_unfused_attention_is_impossible(monkeypatch):
     def call(T):
         q, k, v = (torch.randn(1, 1, T, 16) for _ in range(3))
         return lifetime_attention(q, k, v, plan(torch.randn(1, 1, T), spec), spec)
-    for T in (200, 230, 300, 500):  # two lengths after padding
-        call(T)
-    with pytest.raises(RuntimeError, match="one compile too many.*pad batches"):
-        call(600)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for T in (200, 230, 300, 500):  # two lengths after padding
+            call(T)
+        with pytest.raises(RuntimeError, match="one compile too many.*pad batches"):
+            call(600)
     torch._dynamo.reset()
 
 
