@@ -12,8 +12,6 @@ Each JSON holds name, command, commit, date, device, torch and rows; the tables 
 Losing rows stay in. What a row means stands beside the function that makes it.
 """
 import argparse
-import json
-import os
 import sys
 import time
 import zlib
@@ -30,7 +28,7 @@ from data.tokenizer import EOT, decode
 from data.traces import FAMILIES, MAX_LENGTH, check, make_problem, worth_keeping
 from decode import check_prompts, force, generate, weights_folder
 from flex_masks import CacheSpec
-from model import ModelConfig, causal_attend, load_model, read_json
+from model import ModelConfig, causal_attend, load_model, read_json, write_json
 from scorer import LEARNED, POLICIES, check_policy, geometry, load_scorers, make_scorers, state_entries
 from targets import RetentionWatch
 from train import Settings, evaluate, policy_attend, provenance
@@ -46,9 +44,8 @@ def write_results(name, rows, device, **extra):
     """assets/results/NAME.json, whole or not at all."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    content = {"name": name, "command": " ".join(["python", *sys.argv]), **provenance(device), **extra, "rows": rows}
-    path.with_suffix(".tmp").write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(path.with_suffix(".tmp"), path)
+    write_json(path, {"name": name, "command": " ".join(["python", *sys.argv]), **provenance(device), **extra,
+                      "rows": rows})
     return path
 
 

@@ -406,10 +406,7 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     noise = torch.stack([torch.rand(room if temperature else 1, dtype=torch.float64,
                                     generator=torch.Generator().manual_seed(s % 2**63)) for s in seeds])  # (B, steps)
     noise, result = noise.to(weight.device), Generation([[] for _ in prompts], [None] * B, [past] * B, cache)
-    # FlexAttention compiles once per padded length, so on a GPU lengths come in steps of an eighth to a quarter
-    unit = 1 if weight.device.type == "cpu" else max(128, 2 ** longest.bit_length() // 8)
-    T = -(-longest // unit) * unit
-    idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=weight.device)
+    idx = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=weight.device)
     lengths = torch.tensor([len(p) for p in prompts], device=weight.device)
     if resume is None:
         cache.set_prompt_lengths(lengths)
@@ -425,7 +422,7 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
             at = cache.input_pos - past
             drawn = (at - lengths).clamp(0, noise.shape[1] - 1)[:, None]  # (B, 1)
             ids = sample(logits, noise.gather(1, drawn).squeeze(1), temperature, top_p, top_k)
-            given = idx.gather(1, at.clamp(max=T - 1)[:, None]).squeeze(1)
+            given = idx.gather(1, at.clamp(max=longest - 1)[:, None]).squeeze(1)
             ids = torch.where(at < lengths, given, ids)  # a stepped row may still be in its prompt
             for b, token in enumerate(ids.tolist()):  # the one wait for the device in a step
                 if result.stop[b] is not None:

@@ -553,6 +553,13 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def write_json(path: Path, content):
+    """Whole or not at all."""
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(partial, path)
+
+
 def expected_shapes(config: ModelConfig) -> dict:
     with torch.device("meta"):
         return {name: list(parameter.shape) for name, parameter in Transformer(config).named_parameters()}

@@ -124,6 +124,16 @@ def rank_targets(target, log_gamma, spec, compiled=False):
     return teacher, *running_topk(teacher, spec, compiled)
 
 
+def nothing_to_decide(scores, spec):
+    return spec.n_select == 0 or scores.shape[-1] <= spec.n_slots
+
+
+def lead(scores, log_gamma, t, other):
+    """Effective score of token t over `other` (B, H_kv, S): r_t - r_other + (other - t) log_gamma, at any query."""
+    difference = scores.gather(-1, t) - scores.gather(-1, other)
+    return difference if log_gamma is None else difference + (other - t) * log_gamma.view(1, -1, 1)
+
+
 def boundary_loss(scores, log_gamma, ranking, spec, q, valid, tau=1.0, margin_floor=0.1, margin_tau=1.0,
                   balance_range=(0.5, 2.0)):
     """Boundary loss at sampled queries (paper eqs. 8-11), with EFFECTIVE scores on both sides of the difference.
@@ -138,9 +148,8 @@ def boundary_loss(scores, log_gamma, ranking, spec, q, valid, tau=1.0, margin_fl
     scores (B, H_kv, T); log_gamma (H_kv,) or None; ranking from rank_targets; q (B, H_kv, S) and valid as from
     sample_queries. Returns a scalar, 0 when no query is valid or nothing is selected by score.
     """
-    B, H_kv, T = scores.shape
-    if spec.n_select == 0 or T <= spec.n_slots:
-        return (scores * 0).sum() if log_gamma is None else (scores * 0).sum() + (log_gamma * 0).sum()
+    if nothing_to_decide(scores, spec):
+        return lead(scores, log_gamma, q * 0, q * 0).sum() * 0
     with torch.no_grad():
         teacher, rank, cutoff = ranking
         order = rank.argsort(dim=-1)  # order[r] = the candidate of rank r
@@ -158,10 +167,7 @@ def boundary_loss(scores, log_gamma, ranking, spec, q, valid, tau=1.0, margin_fl
                               (0.5 / (1 - keep)).clamp(low, high).view(1, -1, 1))
         omega = omega * balance * valid
         omega = omega / omega.sum().clamp(min=1e-12)  # sums to 1 over the valid samples
-    difference = scores.gather(-1, t_new) - scores.gather(-1, t_bnd)
-    if log_gamma is not None:
-        difference = difference + (t_bnd - t_new) * log_gamma.view(1, -1, 1)
-    return (omega * F.softplus(-y * difference / tau)).sum()
+    return (omega * F.softplus(-y * lead(scores, log_gamma, t_new, t_bnd) / tau)).sum()
 
 
 def pair_loss(scores, log_gamma, ranking, spec, q, valid, u, tau=1.0):
@@ -174,9 +180,8 @@ def pair_loss(scores, log_gamma, ranking, spec, q, valid, u, tau=1.0):
     omega = exp r*_kept(q) - exp r*_dropped(q), normalised to mean 1: the attention that the wrong choice would lose.
     u (2, B, H_kv, S): uniform noise that draws the two. Other arguments and result as for boundary_loss.
     """
-    B, H_kv, T = scores.shape
-    if spec.n_select == 0 or T <= spec.n_slots:
-        return (scores * 0).sum() if log_gamma is None else (scores * 0).sum() + (log_gamma * 0).sum()
+    if nothing_to_decide(scores, spec):
+        return lead(scores, log_gamma, q * 0, q * 0).sum() * 0
     with torch.no_grad():
         teacher, rank, cutoff = ranking
         newest = q - spec.window - spec.n_sink  # candidate number of the newcomer, (B, H_kv, S)
@@ -190,15 +195,11 @@ def pair_loss(scores, log_gamma, ranking, spec, q, valid, u, tau=1.0):
             size = count[..., -1:]  # never 0 at a valid query; the product may round up to it
             j = (noise[..., None] * size).int().minimum(size - 1) + 1
             chosen.append(torch.searchsorted(count, j).squeeze(-1).clamp(max=rank.shape[-1] - 1) + spec.n_sink)
-        t_kept, t_dropped = chosen
         age = 0.0 if log_gamma is None else q * log_gamma.view(1, -1, 1)  # a priority holds -t log_gamma already
         mass_kept, mass_dropped = ((teacher.gather(-1, t) + age).exp() for t in chosen)
         omega = (mass_kept - mass_dropped).clamp(min=0) * valid.to(scores.dtype)
         omega = omega / omega.sum().clamp(min=1e-12)
-    difference = scores.gather(-1, t_kept) - scores.gather(-1, t_dropped)
-    if log_gamma is not None:
-        difference = difference + (t_dropped - t_kept) * log_gamma.view(1, -1, 1)
-    return (omega * F.softplus(-difference / tau)).sum()
+    return (omega * F.softplus(-lead(scores, log_gamma, *chosen) / tau)).sum()
 
 
 def retention_loss(scores, log_gamma, ranking, spec, at, valid, u, tau=1.0, pair_share=PAIR_SHARE):
@@ -288,6 +289,21 @@ class Retention:
     passes: int = 0                  # transposed passes so far: one a layer and micro-step
 
 
+def judge(retention, layer, scores, log_gamma, q, k, lse, evict_at):
+    """The retention loss of one layer, a scalar, and its recall, None unless wanted: the transposed pass, the teacher's
+    ranking, the sampled queries. Gradients reach scores and log_gamma alone."""
+    r, (B, H_kv, _) = retention, scores.shape
+    target = future_attention(q, k, lse, r.spec.window, r.lengths, evict_at if r.bounded else None, r.reduce, r.power)
+    # data, not a generator: a CUDA graph would replay its numbers
+    u = torch.rand(3, B, H_kv, r.n_samples, device=q.device) if r.noise is None else r.noise[layer]
+    at, valid = sample_queries(r.n_samples, B, H_kv, r.spec, r.lengths, u[0])
+    ranking, recall = rank_targets(target, log_gamma, r.spec, r.compiled), None
+    if r.want_recall:
+        uniform = at[..., :r.n_samples // 2]  # the half that is not late-biased
+        recall = retention_recall(evict_at, teacher_evict_at(ranking, r.spec), r.spec, uniform, valid)
+    return retention_loss(scores, log_gamma, ranking, r.spec, at, valid, u[1:], r.tau, r.pair_share), recall
+
+
 class RetentionLoss(torch.autograd.Function):
     """Identity on `carrier`; its backward teaches the scorer. No gradient to q, k, lse or v, ever.
 
@@ -306,26 +322,17 @@ class RetentionLoss(torch.autograd.Function):
     def backward(ctx, grad):
         scores, log_gamma, q, k, lse, evict_at = ctx.saved_tensors
         r, layer = ctx.retention, ctx.layer
-        B, H_kv, _ = scores.shape
-        target = future_attention(q, k, lse, r.spec.window, r.lengths, evict_at if r.bounded else None, r.reduce,
-                                  r.power)
         r.passes += 1
-        # data, not a generator: a CUDA graph would replay its numbers
-        u = torch.rand(3, B, H_kv, r.n_samples, device=q.device) if r.noise is None else r.noise[layer]
-        at, valid = sample_queries(r.n_samples, B, H_kv, r.spec, r.lengths, u[0])
-        ranking = rank_targets(target, log_gamma, r.spec, r.compiled)
         with torch.enable_grad():
             leaves = [scores.detach().requires_grad_()]
             if log_gamma is not None:
                 leaves.append(log_gamma.detach().requires_grad_())
             decay = leaves[1] if log_gamma is not None else None
-            loss = retention_loss(leaves[0], decay, ranking, r.spec, at, valid, u[1:], r.tau, r.pair_share)
+            loss, recall = judge(r, layer, leaves[0], decay, q, k, lse, evict_at)
             grads = [g * r.weight for g in torch.autograd.grad(loss, leaves)] + [None]
         r.loss[layer] = loss.detach()
         if r.want_recall:
-            teacher = teacher_evict_at(ranking, r.spec)
-            uniform = at[..., :r.n_samples // 2]  # the half that is not late-biased
-            r.recall[layer] = retention_recall(evict_at, teacher, r.spec, uniform, valid)
+            r.recall[layer] = recall
         return grad, grads[0], grads[1], None, None, None, None, None, None
 
 

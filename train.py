@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import copy
 import functools
-import json
 import math
 import os
 import pickle
@@ -33,10 +32,11 @@ import scorer as scorers_module
 from data.batches import PackedRows, Problems, collate_problems, loader, problem_batches, response_mask
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
-from flex_masks import CacheSpec, attention, effective_priority, evict_at_block_mask, keep_everything, plan
-from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, save_model
+from flex_masks import (CacheSpec, attention, effective_priority, evict_at_block_mask, has_kernel, keep_everything,
+                        plan)
+from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, save_model, write_json
 from targets import (PAIR_SHARE, POWER, Retention, RetentionLoss, future_attention, gate_shortfall, gated_attention,
-                     noisy_gate, rank_targets, retention_loss, retention_recall, sample_queries, teacher_evict_at)
+                     judge, noisy_gate)
 
 ADAPTED = ("streaming", "random", "knorm")  # nothing to learn but the base: with --train-base the `-plus` rows
 
@@ -153,7 +153,7 @@ def parse_settings(argv=None):
 def packed_attend(evict_at):
     """Attention of packed rows, tokens seen until their evict_at (B, T); one BlockMask serves all layers and heads."""
     evict_at = evict_at[:, None]  # (B, 1, T): all heads alike
-    block_mask = evict_at_block_mask(evict_at) if evict_at.is_cuda else None
+    block_mask = evict_at_block_mask(evict_at) if has_kernel(evict_at) else None
     return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask=block_mask)[0]
 
 
@@ -264,14 +264,12 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
     right, correct, total, losses, recalls = {f: {} for f in families}, 0, 0, [], []
     for idx, lengths, starts, problems in problem_batches(n, device, batch_size, split, families):
         def watch(layer, q, k, lse, scores, evict_at):
-            target = future_attention(q, k, lse, spec.window, lengths, evict_at if bounded else None, power=power)
-            u = torch.rand(3, *scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
-            at, valid = sample_queries(64, *scores.shape[:2], spec, lengths, u[0])
-            log_gamma = scorers[layer].log_gamma()
-            ranking = rank_targets(target, log_gamma, spec)
-            losses.append(retention_loss(scores, log_gamma, ranking, spec, at, valid, u[1:], tau, pair_share).item())
-            teacher = teacher_evict_at(ranking, spec)
-            recalls.append(retention_recall(evict_at, teacher, spec, at[..., :32], valid).item())
+            noise = torch.rand(3, *scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
+            retention = Retention(spec, lengths, n_samples=64, bounded=bounded, power=power, tau=tau, want_recall=True,
+                                  pair_share=pair_share, noise={layer: noise})
+            result = judge(retention, layer, scores, scorers[layer].log_gamma(), q, k, lse, evict_at)
+            for values, value in zip((losses, recalls), result):
+                values.append(value.item())
         attend = causal_attend if scorers is None else policy_attend(
             scorers, spec, lengths, watch if learned else None, starts + 1)
         with autocast(device):
@@ -309,11 +307,6 @@ class Run:
         self.log = {"command": " ".join(["python", *sys.argv]), "settings": asdict(settings),
                     **provenance(settings.device), "history": []}
 
-    def write_json(self, name, content):
-        path = self.folder / f"{name}.tmp"
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(path, self.folder / name)
-
     def save(self, model, optimizer, step, spec=None):
         """Export for decode.py and the exact training state."""
         state = {"step": step, "settings": asdict(self.settings), "history": self.log["history"],
@@ -329,7 +322,7 @@ class Run:
             scorers_module.save_scorers(model.scorers, self.folder, {
                 "n_sink": spec.n_sink, "window": spec.window, "budget": spec.budget, "base": base,
                 "weights": "." if self.settings.train_base else base})
-        self.write_json("log.json", self.log)
+        write_json(self.folder / "log.json", self.log)
 
     def resume(self, model, optimizer):
         """-> the step to continue with; 0 without --resume."""
@@ -482,7 +475,7 @@ def pretrain(settings):
     run.save(model, optimizer, settings.steps)
     run.log["evaluation"] = report("after", dense=evaluate(model, settings.device, settings.eval_problems))
     run.log["seconds"] = time.time() - run.started
-    run.write_json("log.json", run.log)
+    write_json(run.folder / "log.json", run.log)
     print(f"wrote {run.folder}")
 
 
@@ -516,8 +509,7 @@ def retrofit(settings):
         dense = evaluate(model, settings.device, settings.eval_problems, families=families)
         streaming = evaluate(model, settings.device, settings.eval_problems, replace(spec, state_entries=0),
                              make("streaming"), families=families)
-        results = {"dense": dense, "streaming": streaming} | {settings.policy: measure()}
-        run.log["before"] = report("before", **results)
+        run.log["before"] = report("before", **{"dense": dense, "streaming": streaming, settings.policy: measure()})
     run.started = time.time()
     rows = Problems("train", settings.seed, families)
     pad_to = MAX_LENGTH if settings.device == "cuda" else None  # one shape, one compilation
@@ -587,7 +579,7 @@ def retrofit(settings):
     run.log["seconds"] = time.time() - run.started
     run.save(model, optimizer, settings.steps, spec)
     run.log["after"] = report("after", **{settings.policy: measure()})
-    run.write_json("log.json", run.log)
+    write_json(run.folder / "log.json", run.log)
     if "before" in run.log:
         print_before_after(run.log["before"], run.log["after"], settings.policy)
     print(f"wrote {run.folder}; try: python decode.py --model {run.folder}")

@@ -5,14 +5,14 @@ matplotlib is imported where it is used, so nothing else needs it.
 """
 import torch
 
+from flex_masks import pyplot
+
 
 def draw_kept(path, kept, texts, n_prompt, title, columns=128):
     """Which tokens a cache holds: a column per token, labelled by `texts`, a row per layer, wrapped into strips.
     kept: for each layer and KV head the positions held. Black = held by all KV heads of the layer, white = by none;
     hatched = past the end; a triangle at n_prompt."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     n_layer, n_head, n_strip = len(kept), len(kept[0]), -(-len(texts) // columns)
     count = torch.tensor([[sum(t in head for head in heads) for t in range(len(texts))]
                           for heads in ([set(head) for head in heads] for heads in kept)])  # (n_layer, T)
@@ -63,9 +63,7 @@ def line_style(i, policy, trained):
 
 def draw_accuracy(path, rows):
     """`rows` of bench.py quality: pass@1 and wrong bytes against entries kept, a line a policy, two axes a task."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     rows = [row for row in rows if row["n_rollouts"] == 1 and row["pass_at_1"] is not None]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     fig, axes = plt.subplots(len(tasks), 2, figsize=(13, 6 * len(tasks)), squeeze=False)
@@ -110,9 +108,7 @@ def draw_accuracy(path, rows):
 
 def draw_recall(path, rows):
     """Recall by layer, from `rows` that have it: a line a policy and budget."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     fig, ax = plt.subplots(figsize=(8, 5))
     fig.subplots_adjust(left=0.09, right=0.64, top=0.92, bottom=0.11)
     for i, row in enumerate(rows):
@@ -129,9 +125,7 @@ def draw_recall(path, rows):
 
 def draw_retention(path, rows):
     """Share of later queries that still see a token, by kind of token and layer: a table of greys a policy."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     columns = min(4, len(rows))
     n_rows = -(-len(rows) // columns)
     fig, axes = plt.subplots(n_rows, columns, figsize=(3.4 * columns + 0.8, 2.7 * n_rows + 0.6), squeeze=False,

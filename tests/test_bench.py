@@ -2,6 +2,7 @@
 its JSON back to the answers that they count.
 """
 import json
+import os
 import random
 import re
 import sys
@@ -17,8 +18,9 @@ from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, make_problem
 from decode import Generation, generate
 from flex_masks import CacheSpec
-from model import ModelConfig, Transformer, save_model
-from scorer import make_scorer, save_scorers
+from model import save_model
+from scorer import save_scorers
+from tiny import tiny_scorers, tiny_transformer
 from train import evaluate
 
 KEYS = {"policy", "model", "weights", "budget", "compression_ratio", "family", "problems", "right", "pass_at_1",
@@ -90,7 +92,7 @@ def test_results_are_written_whole(tmp_path, monkeypatch):
     assert content["command"] == "python bench.py some --thing" and content["rows"] == [dict(a=1)]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", content["date"]) and content["device"].startswith("CPU")
     with monkeypatch.context() as patch:
-        patch.setattr(bench.os, "replace", lambda a, b: (_ for _ in ()).throw(RuntimeError("killed")))
+        patch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(RuntimeError("killed")))
         with pytest.raises(RuntimeError, match="killed"):
             bench.write_results("some", [], "cpu")
     assert json.loads(path.read_text()) == content
@@ -105,25 +107,7 @@ SETTINGS = dict(n_sink=2, window=8, budget=40)  # kvpop's state costs 5 of them 
 
 
 def tiny_model(seed):
-    torch.manual_seed(seed)
-    model = Transformer(ModelConfig(vocab_size=264, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, head_dim=8,
-                                    intermediate_size=48, max_seq_len=1024, eos_token_ids=[EOT], alphabet=ALPHABET))
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.normal_(std=0.3)
-    return model
-
-
-def tiny_scorers(policy, seed=None, window=8):
-    scorers = torch.nn.ModuleList(make_scorer(policy, n_kv_head=2, head_dim=8, window=window, layer=i)
-                                  for i in range(2))
-    if seed is not None:
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for p in scorers.parameters():
-                p.add_(0.3 * torch.randn_like(p))
-    return scorers
+    return tiny_transformer(seed, eos_token_ids=[EOT], alphabet=ALPHABET)
 
 
 @pytest.fixture(scope="module")

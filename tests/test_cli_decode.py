@@ -16,27 +16,20 @@ from data.tokenizer import EOT
 from data.traces import ALPHABET, make_problem
 from decode import generate, main
 from flex_masks import CacheSpec
-from model import ModelConfig, Transformer, load_model, save_model
+from model import load_model, save_model
 from scorer import LEARNED, POLICIES, load_scorers, make_scorer, save_scorers, state_entries
+from tiny import tiny_transformer
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = dict(n_sink=2, window=8, budget=40)  # kvpop's state costs 5 of them at head_dim 8
 
 
 def make_checkpoint(folder, policy=None, seed=0, **changes):
-    torch.manual_seed(seed)
-    config = ModelConfig(**{**dict(vocab_size=257, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, head_dim=8,
-                                   intermediate_size=48, max_seq_len=1024, eos_token_ids=[EOT], alphabet=ALPHABET),
-                            **changes})
-    model = Transformer(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.normal_(std=0.3)
+    model = tiny_transformer(seed, **{**dict(vocab_size=257, eos_token_ids=[EOT], alphabet=ALPHABET), **changes})
     save_model(model, folder, torch.float32)
     if policy:
         scorers = torch.nn.ModuleList(make_scorer(policy, n_kv_head=2, head_dim=8, window=8, layer=i)
-                                      for i in range(config.n_layer))
+                                      for i in range(model.config.n_layer))
         for p in scorers.parameters():
             with torch.no_grad():
                 p.add_(torch.randn_like(p))

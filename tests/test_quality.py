@@ -20,8 +20,9 @@ from data.tokenizer import EOT, decode
 from data.traces import ALPHABET, Verdict, make_problem, worth_keeping
 from decode import KVCache, dense_spec, generate, step
 from flex_masks import CacheSpec
-from model import ModelConfig, Transformer, causal_attend, save_model
-from scorer import LEARNED, POLICIES, make_scorer, make_scorers, save_scorers
+from model import ModelConfig, causal_attend, save_model
+from scorer import LEARNED, POLICIES, make_scorer, save_scorers
+from tiny import tiny_scorers, tiny_transformer
 
 SHAPE = dict(n_layer=2, n_kv_head=2, head_dim=8)
 SETTINGS = dict(n_sink=2, window=8, budget=40, base="../base")  # kvpop's state costs 5 of them
@@ -31,13 +32,8 @@ CONTRACT = {"policy", "task", "budget", "compression_ratio", "pass_at_1", "relat
 
 def tiny_model(seed, like=None):
     """Random, but it writes letters of the traces alone. like: weights to stay near to."""
-    torch.manual_seed(seed)
-    model = Transformer(ModelConfig(vocab_size=264, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, head_dim=8,
-                                    intermediate_size=48, max_seq_len=1024, eos_token_ids=[EOT], alphabet=ALPHABET))
+    model = tiny_transformer(seed, eos_token_ids=[EOT], alphabet=ALPHABET)
     with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.normal_(std=0.3)
         quiet = torch.ones(264, 1)
         quiet[[*ALPHABET.encode(), EOT]] = 0.0
         model.model.embed_tokens.weight.mul_(1 - quiet)
@@ -45,16 +41,6 @@ def tiny_model(seed, like=None):
             for p, near in zip(model.parameters(), like.parameters()):
                 p.copy_(near + 0.02 * p)
     return model
-
-
-def tiny_scorers(policy, noise=None, window=8, **options):
-    scorers = make_scorers(policy, **SHAPE, window=window, **options)
-    if noise is not None:
-        torch.manual_seed(noise)
-        with torch.no_grad():
-            for p in scorers.parameters():
-                p.add_(0.3 * torch.randn_like(p))
-    return scorers
 
 
 @pytest.fixture(scope="module")
