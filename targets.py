@@ -3,7 +3,7 @@
 What this file holds:
   future_attention   the target: one attention call with queries and keys swapped, fed with the lse of the sparse pass
   boundary_loss      a logistic loss where the cache decides: the newcomer against the token it would displace
-  pair_loss          the same for any kept token against any dropped one: early tokens far above the boundary
+  listwise_loss      every token at once: the scorer's softmax against the shares of future attention
   retention_recall   share of the teacher's top-k that the student keeps, the figure to watch
   RetentionWatch     sums recall, and what kinds of tokens are held, over an evaluation
   RetentionLoss      custom autograd function: identity forward, all of the above in the backward
@@ -24,9 +24,8 @@ from flex_masks import TILE, CacheSpec, dense_reference, effective_priority, kee
 
 # Power of the mean over future queries; 1 is the paper's. An oracle with 1 drops records that are read only once.
 POWER = 2.0
-# Share of pair_loss in the scorer's loss. On a frozen base, 512 entries, 60 steps of one trace: 9.5 wrong bytes a trace
-# with the boundary loss alone, 3.2 with both, 1.5 with pairs alone; 1.1 once a pair weighs what the wrong choice loses.
-PAIR_SHARE = 1.0
+# Share of listwise_loss in the scorer's loss, the rest is the paper's boundary loss (see listwise_loss for why)
+LISTWISE_SHARE = 1.0
 EPS = 1e-8  # added to the mean mass, so that a token nobody looks at has a finite target
 
 
@@ -128,6 +127,11 @@ def nothing_to_decide(scores, spec):
     return spec.n_select == 0 or scores.shape[-1] <= spec.n_slots
 
 
+def nothing(scores, log_gamma):
+    """A loss of 0 that scores and log_gamma still get a gradient from, of 0."""
+    return scores.sum() * 0 + (0.0 if log_gamma is None else log_gamma.sum() * 0)
+
+
 def lead(scores, log_gamma, t, other):
     """Effective score of token t over `other` (B, H_kv, S): r_t - r_other + (other - t) log_gamma, at any query."""
     difference = scores.gather(-1, t) - scores.gather(-1, other)
@@ -149,7 +153,7 @@ def boundary_loss(scores, log_gamma, ranking, spec, q, valid, tau=1.0, margin_fl
     sample_queries. Returns a scalar, 0 when no query is valid or nothing is selected by score.
     """
     if nothing_to_decide(scores, spec):
-        return lead(scores, log_gamma, q * 0, q * 0).sum() * 0
+        return nothing(scores, log_gamma)
     with torch.no_grad():
         teacher, rank, cutoff = ranking
         order = rank.argsort(dim=-1)  # order[r] = the candidate of rank r
@@ -170,45 +174,41 @@ def boundary_loss(scores, log_gamma, ranking, spec, q, valid, tau=1.0, margin_fl
     return (omega * F.softplus(-y * lead(scores, log_gamma, t_new, t_bnd) / tau)).sum()
 
 
-def pair_loss(scores, log_gamma, ranking, spec, q, valid, u, tau=1.0):
-    """A token that the teacher keeps at query q against one that it has dropped by then, both drawn uniformly.
+def listwise_loss(scores, log_gamma, target, spec, lengths):
+    """How far the scorer's softmax over a row's tokens is from where future attention goes: KL in nats (ListNet's
+    top-one loss, Cao et al. 2007, with attention as the relevance).
 
-    The boundary loss looks at the newcomer and the boundary token of queries after the cache is full. A token that is
-    older than that and worth far more than the boundary, a definition at the start of a prompt, never appears in it, so
-    nothing teaches the scorer to keep it. Here every kept token appears.
-        loss = mean of omega * softplus(-(r_kept(q) - r_dropped(q)) / tau)
-    omega = exp r*_kept(q) - exp r*_dropped(q), normalised to mean 1: the attention that the wrong choice would lose.
-    u (2, B, H_kv, S): uniform noise that draws the two. Other arguments and result as for boundary_loss.
+        share_t = m_t / sum m,   p_t = softmax of the effective score over the candidates n_sink <= t < length - window
+        loss = mean over rows and heads of sum_t share_t (log share_t - log p_t)
+
+    It is least where a score is the log of the attention that the token can expect given what the scorer sees, and
+    ranking by that loses the least attention in the mean, whatever the budget. Every token takes part in every step.
+    The boundary loss sees only the newcomer and the boundary token of queries after the cache is full: a definition at
+    the start of a prompt, older than that and worth far more, never appears in it, so nothing teaches to keep it.
+
+    scores and target (B, H_kv, T), the target log m_t from future_attention; lengths (B,). Returns a scalar, 0 when
+    nothing is selected by score. Gradients reach scores and log_gamma.
     """
     if nothing_to_decide(scores, spec):
-        return lead(scores, log_gamma, q * 0, q * 0).sum() * 0
-    with torch.no_grad():
-        teacher, rank, cutoff = ranking
-        newest = q - spec.window - spec.n_sink  # candidate number of the newcomer, (B, H_kv, S)
-        newest = newest.clamp(0, rank.shape[-1] - 1)
-        candidate = torch.arange(rank.shape[-1], device=q.device)
-        eligible = candidate <= newest[..., None]  # (B, H_kv, S, M)
-        kept = eligible & (rank[:, :, None] >= cutoff.gather(-1, newest)[..., None])
-        chosen = []
-        for mask, noise in ((kept, u[0]), (eligible & ~kept, u[1])):  # the j-th of a set: where its count reaches j
-            count = mask.cumsum(-1, dtype=torch.int32)
-            size = count[..., -1:]  # never 0 at a valid query; the product may round up to it
-            j = (noise[..., None] * size).int().minimum(size - 1) + 1
-            chosen.append(torch.searchsorted(count, j).squeeze(-1).clamp(max=rank.shape[-1] - 1) + spec.n_sink)
-        age = 0.0 if log_gamma is None else q * log_gamma.view(1, -1, 1)  # a priority holds -t log_gamma already
-        mass_kept, mass_dropped = ((teacher.gather(-1, t) + age).exp() for t in chosen)
-        omega = (mass_kept - mass_dropped).clamp(min=0) * valid.to(scores.dtype)
-        omega = omega / omega.sum().clamp(min=1e-12)
-    return (omega * F.softplus(-lead(scores, log_gamma, *chosen) / tau)).sum()
+        return nothing(scores, log_gamma)
+    t, end = torch.arange(scores.shape[-1], device=scores.device), lengths.view(-1, 1, 1) - spec.window
+    candidate = (t >= spec.n_sink) & (t < end)  # (B, 1, T)
+    log_share, log_p = (x.masked_fill(~candidate, -1e30).log_softmax(-1)
+                        for x in (target, effective_priority(scores, log_gamma)))
+    apart = (log_share.exp() * (log_share - log_p)).masked_fill(~candidate, 0.0).sum(-1)  # (B, H_kv)
+    real = (end > spec.n_sink).squeeze(-1).to(apart.dtype).expand_as(apart)
+    return (apart * real).sum() / real.sum().clamp(min=1)
 
 
-def retention_loss(scores, log_gamma, ranking, spec, at, valid, u, tau=1.0, pair_share=PAIR_SHARE):
-    """pair_share of pair_loss, the rest boundary_loss; at and valid from sample_queries, u (2, B, H_kv, S) noise."""
+def retention_loss(scores, log_gamma, target, ranking, spec, lengths, at, valid, tau=1.0,
+                   listwise_share=LISTWISE_SHARE):
+    """listwise_share of listwise_loss, the rest boundary_loss; ranking from rank_targets(target), at and valid from
+    sample_queries."""
     loss = 0.0
-    if pair_share < 1:
-        loss = loss + (1 - pair_share) * boundary_loss(scores, log_gamma, ranking, spec, at, valid, tau)
-    if pair_share > 0:
-        loss = loss + pair_share * pair_loss(scores, log_gamma, ranking, spec, at, valid, u, tau)
+    if listwise_share < 1:
+        loss = loss + (1 - listwise_share) * boundary_loss(scores, log_gamma, ranking, spec, at, valid, tau)
+    if listwise_share > 0:
+        loss = loss + listwise_share * listwise_loss(scores, log_gamma, target, spec, lengths)
     return loss
 
 
@@ -280,8 +280,8 @@ class Retention:
     reduce: str = "max"
     power: float = POWER             # of the mean over future queries; 1 is the paper's
     tau: float = 1.0
-    pair_share: float = PAIR_SHARE   # of pair_loss, the rest is boundary_loss; 0 is the paper's loss
-    noise: torch.Tensor = None       # (n_layer, 3, B, H_kv, n_samples) uniform: queries, kept, dropped; None: drawn
+    listwise_share: float = LISTWISE_SHARE  # of listwise_loss, the rest is boundary_loss; 0 is the paper's loss
+    noise: torch.Tensor = None       # (n_layer, B, H_kv, n_samples) uniform: the queries; None: drawn
     want_recall: bool = False
     compiled: bool = False           # thresholds through torch.compile (flex_masks.parallel_cutoffs)
     loss: dict = field(default_factory=dict)
@@ -294,14 +294,17 @@ def judge(retention, layer, scores, log_gamma, q, k, lse, evict_at):
     ranking, the sampled queries. Gradients reach scores and log_gamma alone."""
     r, (B, H_kv, _) = retention, scores.shape
     target = future_attention(q, k, lse, r.spec.window, r.lengths, evict_at if r.bounded else None, r.reduce, r.power)
-    # data, not a generator: a CUDA graph would replay its numbers
-    u = torch.rand(3, B, H_kv, r.n_samples, device=q.device) if r.noise is None else r.noise[layer]
-    at, valid = sample_queries(r.n_samples, B, H_kv, r.spec, r.lengths, u[0])
-    ranking, recall = rank_targets(target, log_gamma, r.spec, r.compiled), None
+    at = valid = ranking = recall = None
+    if r.want_recall or r.listwise_share < 1:
+        # data, not a generator: a CUDA graph would replay its numbers
+        u = torch.rand(B, H_kv, r.n_samples, device=q.device) if r.noise is None else r.noise[layer]
+        at, valid = sample_queries(r.n_samples, B, H_kv, r.spec, r.lengths, u)
+        ranking = rank_targets(target, log_gamma, r.spec, r.compiled)
     if r.want_recall:
         uniform = at[..., :r.n_samples // 2]  # the half that is not late-biased
         recall = retention_recall(evict_at, teacher_evict_at(ranking, r.spec), r.spec, uniform, valid)
-    return retention_loss(scores, log_gamma, ranking, r.spec, at, valid, u[1:], r.tau, r.pair_share), recall
+    return retention_loss(scores, log_gamma, target, ranking, r.spec, r.lengths, at, valid, r.tau,
+                          r.listwise_share), recall
 
 
 class RetentionLoss(torch.autograd.Function):

@@ -35,8 +35,8 @@ from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
 from flex_masks import (CacheSpec, attention, effective_priority, evict_at_block_mask, has_kernel, keep_everything,
                         plan)
 from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, save_model, write_json
-from targets import (PAIR_SHARE, POWER, Retention, RetentionLoss, future_attention, gate_shortfall, gated_attention,
-                     judge, noisy_gate)
+from targets import (LISTWISE_SHARE, POWER, Retention, RetentionLoss, future_attention, gate_shortfall,
+                     gated_attention, judge, noisy_gate)
 
 ADAPTED = ("streaming", "random", "knorm")  # nothing to learn but the base: with --train-base the `-plus` rows
 
@@ -73,7 +73,7 @@ class Settings:
     final_lr_ratio: float = option(0.08, "cosine ends at this share of the peak")
     weight_decay: float = option(None, "AdamW; the paper has 1e-4")
     clip: float = option(1.0, "gradient norm")
-    pair_share: float = option(PAIR_SHARE, "kept against dropped in the scorer's loss; 0 is the paper's boundary loss")
+    listwise_share: float = option(LISTWISE_SHARE, "of listwise_loss in the scorer's loss; 0: boundary loss alone")
     n_samples: int = option(128, "boundaries a sequence and head at which the scorer is taught")
     tau: float = option(1.0, "temperature of the boundary loss")
     bounded: bool = option(True, "future mass of an evicted token as if it were put back (targets.py)")
@@ -99,8 +99,8 @@ class Settings:
 
 PRESETS = {  # what differs between the jobs; a command-line option always wins
     "pretrain": dict(steps=8000, batch_size=32, learning_rate=1e-3, warmup=200, weight_decay=0.1),
-    "scorer": dict(steps=60, batch_size=1, learning_rate=3e-3, warmup=6, weight_decay=1e-4),   # fits two cores
-    "train_base": dict(steps=1000, batch_size=16, learning_rate=2e-3, warmup=50, weight_decay=1e-4),
+    "scorer": dict(steps=60, batch_size=1, learning_rate=6e-3, warmup=6, weight_decay=1e-4),   # fits two cores
+    "train_base": dict(steps=1000, batch_size=16, learning_rate=4e-3, warmup=50, weight_decay=1e-4),
 }
 
 
@@ -128,7 +128,7 @@ def parse_settings(argv=None):
     for name in ("steps", "batch_size", "log_every", "save_every", "eval_problems", "n_samples", "top_k"):
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
-    for name in ("forget", "pair_share"):
+    for name in ("forget", "listwise_share"):
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} is a share, 0 to 1, got {getattr(settings, name)}")
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
@@ -252,7 +252,7 @@ def autocast(device):
 
 @torch.no_grad()
 def evaluate(model, device, n, spec=None, scorers=None, split="validation", families=FAMILIES, bounded=True, tau=1.0,
-             power=POWER, pair_share=PAIR_SHARE):
+             power=POWER, listwise_share=LISTWISE_SHARE):
     """Teacher-forced on n problems a family: share of trace tokens and of whole traces right; for a learned scorer also
     the retention loss and recall. A whole trace is right exactly when greedy decoding under the policy writes it.
 
@@ -264,9 +264,9 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
     right, correct, total, losses, recalls = {f: {} for f in families}, 0, 0, [], []
     for idx, lengths, starts, problems in problem_batches(n, device, batch_size, split, families):
         def watch(layer, q, k, lse, scores, evict_at):
-            noise = torch.rand(3, *scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
+            noise = torch.rand(*scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
             retention = Retention(spec, lengths, n_samples=64, bounded=bounded, power=power, tau=tau, want_recall=True,
-                                  pair_share=pair_share, noise={layer: noise})
+                                  listwise_share=listwise_share, noise={layer: noise})
             result = judge(retention, layer, scores, scorers[layer].log_gamma(), q, k, lse, evict_at)
             for values, value in zip((losses, recalls), result):
                 values.append(value.item())
@@ -504,7 +504,7 @@ def retrofit(settings):
     families = FAMILIES if settings.families == "both" else (settings.families,)
     measure = lambda: evaluate(model, settings.device, settings.eval_problems, spec, model.scorers,  # noqa: E731
                                families=families, bounded=settings.bounded, tau=settings.tau,
-                               power=settings.target_power, pair_share=settings.pair_share)
+                               power=settings.target_power, listwise_share=settings.listwise_share)
     if first_step == 0:
         dense = evaluate(model, settings.device, settings.eval_problems, families=families)
         streaming = evaluate(model, settings.device, settings.eval_problems, replace(spec, state_entries=0),
@@ -519,7 +519,7 @@ def retrofit(settings):
         """One optimiser step under the CacheSpec `stage` -> scalars to log, by name, and the gradient norm."""
         retention = Retention(stage, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples,
                               tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
-                              pair_share=settings.pair_share, want_recall=want_recall, noise=noise,
+                              listwise_share=settings.listwise_share, want_recall=want_recall, noise=noise,
                               compiled=settings.compile and settings.device == "cuda")
         values, anchors, gates = {}, [], []
         if teacher is None:
@@ -549,7 +549,7 @@ def retrofit(settings):
         for step, batch in enumerate(loader(rows, settings, first_step, collate), first_step):
             logging = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
             heads = (len(batch[0]), config.n_kv_head)
-            shape = (*heads, batch[0].shape[1]) if gated else (3, *heads, settings.n_samples)
+            shape = (*heads, batch[0].shape[1] if gated else settings.n_samples)
             noise = torch.rand(config.n_layer, *shape,
                                generator=torch.Generator().manual_seed(settings.seed * 10**6 + step))
             ramp = torch.tensor(min(1.0, (step + 1) / (0.6 * settings.steps)))  # of the share that dms-cap must mark

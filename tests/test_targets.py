@@ -7,9 +7,8 @@ import torch
 import flex_masks
 import targets
 from flex_masks import CacheSpec, attention, effective_priority, keep_everything, plan
-from targets import (EPS, Retention, RetentionLoss, boundary_loss, future_attention, pair_loss, rank_targets,
-                     retention_recall, sample_queries,
-                     teacher_evict_at)
+from targets import (EPS, Retention, RetentionLoss, boundary_loss, future_attention, listwise_loss, rank_targets,
+                     retention_recall, sample_queries, teacher_evict_at)
 from test_masks import kernel  # noqa: F401
 
 SPEC = CacheSpec(n_sink=2, window=4, budget=12)
@@ -182,39 +181,33 @@ def test_boundary_loss_is_its_definition_and_has_its_gradients(decay):
 
 
 @pytest.mark.parametrize("decay", [False, True])
-def test_pair_loss_is_its_definition_and_reaches_every_kept_token(decay):
-    """Sample by sample from sets made with Python's sort; gradients by finite differences, gamma included."""
+def test_listwise_loss_is_its_definition_and_reaches_every_candidate(decay):
+    """Token by token in plain Python; gradients by finite differences, gamma included."""
     torch.manual_seed(4)
-    T, lengths = 60, torch.tensor([60, 41, 9])
+    T, lengths = 60, torch.tensor([60, 41, 9])  # the last row has no candidate: 9 tokens, of which 2 + 8 are protected
     scores, target = (torch.randn(3, 2, T, dtype=torch.float64) for _ in range(2))
     target[:, :, 2:6] += 6  # worth far more than any boundary, and older than any newcomer
     log_gamma = -torch.tensor([0.02, 0.05], dtype=torch.float64) if decay else torch.zeros(2, dtype=torch.float64)
-    q, valid = sample_queries(40, 3, 2, SPEC, lengths)
-    u = torch.rand(2, 3, 2, 40, dtype=torch.float64)
-    u[:, 0, 0, :2] = torch.tensor([[0.0, 1 - 1e-9], [1 - 1e-9, 0.0]], dtype=torch.float64)
-    ranking = rank_targets(target, log_gamma if decay else None, SPEC)
+    spec = CacheSpec(2, 8, 20)
     scores.requires_grad_()
     log_gamma.requires_grad_()
 
     def loss_of(scores, log_gamma):
-        return pair_loss(scores, log_gamma if decay else None, ranking, SPEC, q, valid, u)
+        return listwise_loss(scores, log_gamma if decay else None, target, spec, lengths)
     loss = loss_of(scores, log_gamma)
-    weights, values = [], []
+    want = 0.0
     for b in range(2):
         for h in range(2):
-            lg = log_gamma[h].item() if decay else 0.0
-            for s, at in enumerate(q[b, h].tolist()):
-                eff = lambda r, t: r[b, h, t].item() + (at - t) * lg  # noqa: E731
-                older = range(SPEC.n_sink, at - SPEC.window + 1)
-                best = set(sorted(older, key=lambda t: (eff(target, t), t))[-SPEC.n_select:])
-                kept, dropped = sorted(best), [t for t in older if t not in best]
-                a, d = kept[int(u[0, b, h, s] * len(kept))], dropped[int(u[1, b, h, s] * len(dropped))]
-                weights.append(math.exp(eff(target, a)) - math.exp(eff(target, d)))
-                values.append(math.log1p(math.exp(eff(scores, d) - eff(scores, a))))
-    want = sum(w * x for w, x in zip(weights, values)) / sum(weights)
+            lg, ts = log_gamma[h].item() if decay else 0.0, range(spec.n_sink, int(lengths[b]) - spec.window)
+            mass, p = ([math.exp(x) for x in xs] for xs in zip(*(
+                (target[b, h, t].item(), scores[b, h, t].item() - t * lg) for t in ts)))
+            want += sum(m / sum(mass) * math.log(m / sum(mass) / (e / sum(p))) for m, e in zip(mass, p)) / 4
     assert abs(loss.item() - want) < 1e-10
     loss.backward()
-    assert (scores.grad[:2, :, 2:6] < 0).all()  # the boundary loss never sees these
+    for b in range(2):
+        candidate = torch.zeros(T, dtype=torch.bool)
+        candidate[spec.n_sink:int(lengths[b]) - spec.window] = True
+        assert (scores.grad[b, :, candidate] != 0).all() and not scores.grad[b, :, ~candidate].any()
     assert not scores.grad[2].any()
     step = 1e-6
     for b, h, t in [(0, 0, 3), (1, 1, 4), (0, 1, scores.grad[0, 1].argmax().item())]:
@@ -224,10 +217,30 @@ def test_pair_loss_is_its_definition_and_reaches_every_kept_token(decay):
         assert abs(difference - scores.grad[b, h, t].item()) < 1e-5
     if decay:
         for h in range(2):
-            # the teacher's side uses the same gamma and carries no gradient: move the student's scores as gamma would
-            moved = scores.detach() - torch.arange(T) * (step * torch.eye(2, dtype=torch.float64)[h]).view(1, 2, 1)
-            difference = (loss_of(moved, log_gamma).item() - loss.item()) / step
-            assert abs(difference - log_gamma.grad[h].item()) < 1e-4 and abs(difference) > 1e-3
+            moved = log_gamma.detach() + step * torch.eye(2, dtype=torch.float64)[h]
+            difference = (loss_of(scores.detach(), moved).item() - loss.item()) / step
+            assert abs(difference - log_gamma.grad[h].item()) < 1e-3 and abs(difference) > 1e-3
+
+
+def test_listwise_loss_is_least_at_the_log_of_the_expected_attention():
+    """Two kinds of token that a scorer can tell apart, worth 1 or 9 at random within a kind: gradient descent on one
+    score a kind ends at the log of the mean, up to a constant, and 0 is reached where the target is the score itself."""
+    torch.manual_seed(5)
+    T, spec, lengths = 2000, CacheSpec(2, 8, 100), torch.tensor([2000])
+    kind = torch.arange(T) % 2
+    worth = torch.where(torch.rand(T) < torch.where(kind == 0, 0.2, 0.7), 9.0, 1.0).double()
+    score = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([score], lr=2.0)
+    for _ in range(200):
+        loss = listwise_loss(score[kind][None, None], None, worth.log()[None, None], spec, lengths)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    inside = slice(spec.n_sink, T - spec.window)
+    mean = [worth[inside][kind[inside] == i].mean().log().item() for i in range(2)]
+    assert abs((score[1] - score[0]).item() - (mean[1] - mean[0])) < 1e-4
+    target = 3 * torch.randn(1, 2, T, dtype=torch.float64)
+    assert abs(listwise_loss(target + 7, None, target, spec, lengths).item()) < 1e-12
 
 
 def test_boundary_token_is_never_the_newcomer():
@@ -248,7 +261,7 @@ def test_nothing_to_decide_is_zero_loss(T, budget):
     q, valid = sample_queries(8, 1, 2, spec, torch.tensor([T]))
     ranking = rank_targets(torch.randn(1, 2, T), None, spec)
     loss = boundary_loss(scores, None, ranking, spec, q, valid)
-    loss = loss + pair_loss(scores, None, ranking, spec, q, valid, torch.rand(2, 1, 2, 8))
+    loss = loss + listwise_loss(scores, None, torch.randn(1, 2, T), spec, torch.tensor([T]))
     loss.backward()
     assert loss.item() == 0 and (scores.grad == 0).all()
 
@@ -283,7 +296,7 @@ def test_retention_loss_teaches_the_scorer_alone(frozen):
     log_gamma = torch.full((2,), -0.01, requires_grad=True)
     evict_at = plan(effective_priority(raw.detach(), log_gamma.detach()), SPEC)
     out, lse = attention(q, k, v, evict_at)
-    noise = torch.rand(4, 3, 2, 2, 128)
+    noise = torch.rand(4, 2, 2, 128)
     retention = Retention(SPEC, torch.tensor([T, T - 5]), weight=0.5, want_recall=True, noise=noise)
     carrier = torch.zeros((), requires_grad=True) if frozen else out
     got = RetentionLoss.apply(carrier, raw, log_gamma, q, k, lse, evict_at, retention, 3)
@@ -311,7 +324,7 @@ def test_one_pass_a_layer_under_activation_checkpointing():
     q, k, v = (x.float() for x in inputs(T))
     x = torch.ones(1, requires_grad=True)
     raw = torch.randn(2, 2, T, requires_grad=True)
-    grads, noise = {}, torch.rand(1, 3, 2, 2, 128)
+    grads, noise = {}, torch.rand(1, 2, 2, 128)
     for use in (False, True):
         retention = Retention(SPEC, torch.tensor([T, T]), noise=noise)
 
@@ -371,9 +384,8 @@ def test_scorer_and_decay_gradients_on_gpu(T):
         target = future_attention(x[0], x[1], lse, 16, None, evict_at)
         at = torch.arange(spec.n_slots, T, 3, device=device).expand(2, 2, -1)
         valid, ranking = torch.ones(2, 1, 1, dtype=torch.bool, device=device), rank_targets(target, log_gamma, spec)
-        u = torch.rand(2, *at.shape, generator=torch.Generator().manual_seed(0)).to(device)
         (boundary_loss(scores, log_gamma, ranking, spec, at, valid) +
-         pair_loss(scores, log_gamma, ranking, spec, at, valid, u)).backward()
+         listwise_loss(scores, log_gamma, target, spec, torch.full((2,), T, device=device))).backward()
         grads[device] = {n: p.grad.double().cpu() for n, p in scorer.named_parameters()}
     for name, want in grads["cpu"].items():
         assert (grads["cuda"][name] - want).norm() <= 2e-3 * want.norm() + 1e-9, name

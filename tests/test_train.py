@@ -393,7 +393,7 @@ def gradients(train_base, weight, pad=EOT):
     idx, lengths, starts = train.collate_problems([train.Problems("train", 0)[i] for i in range(2)])
     assert lengths[0] != lengths[1]
     idx[torch.arange(idx.shape[1]) >= lengths[:, None]] = pad
-    noise = torch.rand(2, 3, 2, 2, 128, generator=torch.Generator().manual_seed(1))
+    noise = torch.rand(2, 2, 2, 128, generator=torch.Generator().manual_seed(1))
     retention, anchors = Retention(SPEC, lengths, weight=weight, noise=noise), None if train_base else []
     if train_base:
         hidden = model(idx, train.training_attend(model, SPEC, retention))
@@ -630,11 +630,11 @@ def test_the_retention_loss_gets_its_settings(base, tmp_path, monkeypatch, kind)
         return made[-1]
     monkeypatch.setattr(train, "Retention", make)
     assert run(*job(kind, base, tmp_path), "--steps", 3, "--n-samples", 6, "--tau", 0.5, "--no-bounded", "--seed", 2,
-               "--log-every", 2, "--target-power", 1.5, "--pair-share", 0.25) == 0
+               "--log-every", 2, "--target-power", 1.5, "--listwise-share", 0.25) == 0
     made = [r for r in made if isinstance(r.noise, torch.Tensor)]  # of the steps; an evaluation makes its own
     for r in made:  # weight: 1 / layers
         assert (r.weight, r.n_samples, r.tau, r.bounded, r.power) == (0.5, 6, 0.5, False, 1.5)
-        assert r.pair_share == 0.25 and r.noise.shape == (2, 3, 2, 2, 6)
+        assert r.listwise_share == 0.25 and r.noise.shape == (2, 2, 2, 6)
     assert len({r.noise.sum().item() for r in made}) == 3 and all(r.spec == SPEC and r.passes == 2 for r in made)
     assert [len(r.recall) for r in made] == [0, 2, 2]  # measured where it is logged
 
@@ -646,7 +646,7 @@ def test_a_scorer_learns(tmp_path):
     log = strict_json(tmp_path / "out" / "log.json")
     before, after = log["before"]["kvpop"], log["after"]["kvpop"]
     print(f"loss {before['loss']:.3f} -> {after['loss']:.3f}, recall {before['recall']:.3f} -> {after['recall']:.3f}")
-    assert after["loss"] < before["loss"] - 0.02 and after["recall"] > before["recall"] + 0.05
+    assert after["loss"] < 0.95 * before["loss"] and after["recall"] > before["recall"] + 0.05
 
 
 def test_a_budget_beyond_the_length_has_nothing_to_teach(base, tmp_path, capsys):
