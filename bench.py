@@ -14,7 +14,6 @@ Losing rows stay in. What a row means stands beside the function that makes it.
 import argparse
 import sys
 import time
-import zlib
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -28,7 +27,7 @@ from data.tokenizer import EOT, decode
 from data.traces import FAMILIES, MAX_LENGTH, check, make_problem, worth_keeping
 from decode import check_prompts, force, generate, weights_folder
 from flex_masks import CacheSpec
-from model import ModelConfig, causal_attend, load_model, read_json, write_json
+from model import ModelConfig, causal_attend, fingerprint, load_model, read_json, write_json
 from scorer import LEARNED, POLICIES, check_policy, geometry, load_scorers, make_scorers, state_entries
 from targets import RetentionWatch
 from train import Settings, evaluate, policy_attend, provenance
@@ -210,14 +209,6 @@ def forced(model, base, problems, spec, scorers, graph=True):
                 retention=dict(zip(KINDS, watch.retention())) if watch else None)
 
 # ----------------------------------------------------------------------------------------------- Quality and its tuning
-
-def fingerprint(*folders):
-    """CRC-32, 8 hex digits, of the weights in these folders: a row of a checkpoint trained anew is not taken for it."""
-    crc = 0
-    for path in sorted({Path(f) / name for f in folders for name in ("model.safetensors", "scorer.safetensors")}):
-        crc = zlib.crc32(path.read_bytes(), crc) if path.is_file() else crc
-    return f"{crc:08x}"
-
 
 def training(folder):
     """-> tokens that a checkpoint was trained on, its seed; None without a log. A resumed run counts from 0 again."""

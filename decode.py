@@ -619,7 +619,8 @@ def run(args):
     say("\n".join(summary(result, policy, config, spent)))
     if problem is not None:
         usual = not how["temperature"] and (args.n_sink, args.window) == (None, None)
-        say(verdict(problem, result.tokens[0], usual and known_record(folder, policy, spec and spec.budget) or ""))
+        record = known_record(policy, spec and spec.budget, folder, weights) if usual else ""
+        say(verdict(problem, result.tokens[0], record))
     if args.picture and result.seen[0]:
         tokens, slots = tokens[:result.seen[0]], result.cache.spec.n_slots
         kept = [result.cache.kept_positions(layer)[0] for layer in range(config.n_layer)]

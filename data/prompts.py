@@ -14,6 +14,7 @@ from pathlib import Path
 from data.chat import Conversation, chat_style, encode_chat, end_ids, sampling_defaults
 from data.tokenizer import EOT, ByteTokenizer, StreamDecoder, decode, load_tokenizer
 from data.traces import FAMILIES, check, make_problem
+from model import fingerprint
 
 CHAT_CAP = 4096  # new tokens in a turn, unless the flag says otherwise
 SHIPPED = Path(__file__).resolve().parent.parent / "assets"
@@ -142,13 +143,13 @@ def verdict(problem, ids, record="") -> str:
     return f"answer: {'right' if found.answer_right else 'wrong'}, trace: {found.message}{record}"
 
 
-def known_record(folder, policy, budget) -> str:
-    """"; this checkpoint: P of M right", or "" where assets/results/first-look.json has no row for it, greedy."""
-    path, wanted = SHIPPED / "results" / "first-look.json", (Path(folder).name, policy, budget, "both")
-    if Path(folder).resolve().parent != SHIPPED:
-        return ""  # the record is of shipped checkpoints
+def known_record(policy, budget, *folders) -> str:
+    """"; this checkpoint: P of M right", or "" where assets/results/first-look.json has no greedy row for the weights
+    in these folders, which their CRC tells, whatever the folders are called."""
+    path = SHIPPED / "results" / "first-look.json"
     rows = json.loads(path.read_text()).get("rows", []) if path.is_file() else []
-    found = [r for r in rows if wanted == tuple(r.get(key) for key in ("model", "policy", "budget", "family"))]
+    wanted = (fingerprint(*folders), policy, budget, "both")
+    found = [r for r in rows if wanted == tuple(r.get(key) for key in ("checkpoint", "policy", "budget", "family"))]
     return f"; this checkpoint: {found[0]['right']} of {found[0]['problems']} right" if found else ""
 
 
