@@ -451,8 +451,9 @@ class MLSTM(LearnedScorer, name="kvpop"):
     Features are positive, so h is a convex mix of past values. State per row and head: C (D, D/2), n (D), m (1), fp32.
     Start: W_q = W_k = random orthonormal columns on the key half of x, W_v on the value half: that keeps the RMS of a
     key at every head_dim (softmax neither flat nor one-hot), and a token reads the values of keys like its own. a = c =
-    0: equal scores, so with decay it begins as StreamingLLM. Gate weights 0, input bias 0, forget bias 5..8 over heads:
-    memory of 150 to 1500 tokens after the cap; the usual 3..6 would forget a token before its delayed read.
+    0: equal scores, so with decay it begins as StreamingLLM. Gate weights 0, input bias 0, forget bias over heads log
+    window - 1 to log window + 2: a memory of a third of a window to seven. What the delayed read is for happened within
+    one window; a memory of many (biases 5 to 8 at a window of 64) drowns it and hardly shortens in a whole training.
     skip_width: default D, 0 = none. delay: None = window, 0 = read at the token's own time (see kvpop-nodelay)."""
     def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=64, soft_cap=15.0,
                  delay=None, **options):
@@ -468,7 +469,7 @@ class MLSTM(LearnedScorer, name="kvpop"):
         self.w_q, self.w_k = (nn.Parameter(F.pad(key_basis, (0, 0, 0, D))) for _ in "qk")  # (H_kv, 2D, D/2), equal
         self.w_v = nn.Parameter(F.pad(value_basis, (0, 0, D, 0)))  # (H_kv, 2D, D/2)
         self.w_gate = nn.Parameter(torch.zeros(n_kv_head, 2 * D, 2, device="cpu"))  # input gate, forget gate
-        forget = torch.linspace(5.0, 8.0, n_kv_head, device="cpu")
+        forget = torch.linspace(math.log(window) - 1, math.log(window) + 2, n_kv_head, device="cpu")
         self.b_gate = nn.Parameter(torch.stack([torch.zeros_like(forget), forget], dim=-1))  # (H_kv, 2)
         self.w_score = nn.Parameter(torch.zeros(n_kv_head, half, 1, device="cpu"))  # a
         self.w_skip = nn.Parameter(self.normal(2 * D, skip_width, salt=3) / (2 * D) ** 0.5)  # W_s

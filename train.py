@@ -99,7 +99,7 @@ class Settings:
 
 PRESETS = {  # what differs between the jobs; a command-line option always wins
     "pretrain": dict(steps=8000, batch_size=32, learning_rate=1e-3, warmup=200, weight_decay=0.1),
-    "scorer": dict(steps=60, batch_size=1, learning_rate=6e-3, warmup=6, weight_decay=1e-4),   # fits two cores
+    "scorer": dict(steps=60, batch_size=1, learning_rate=2e-2, warmup=6, weight_decay=1e-4),   # fits two cores
     "train_base": dict(steps=1000, batch_size=16, learning_rate=4e-3, warmup=50, weight_decay=1e-4),
 }
 
