@@ -344,7 +344,8 @@ class Transformer(nn.Module):
         x = self.model.embed_tokens(idx)  # (B, T, C)
         for layer, block in enumerate(self.model.layers):
             if self.checkpoint_blocks and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, attend, layer, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, attend, layer, use_reentrant=False,
+                               preserve_rng_state=False)  # nothing random in it, and a CUDA graph could not
             else:
                 x = block(x, cos, sin, attend, layer)
         return self.model.norm(x)
