@@ -588,7 +588,7 @@ def main(argv=None):
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # outside the loop, which saves
-        print("\ninterrupted in an evaluation: what --out held before it is kept", file=sys.stderr)
+        print("\ninterrupted between training steps: what --out held before it is kept", file=sys.stderr)
         return 130
 
 
