@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import decode
+import flex_masks
 import train
 from data.text import TextRows, write_tokens
 from data.tokenizer import load_tokenizer
@@ -21,6 +22,7 @@ from model import causal_attend, load_model, resolve_checkpoint, save_model
 from scorer import load_scorers
 from test_checkpoints import hub  # noqa: F401
 from test_cli_chat import make_folder
+from test_masks import Kernel
 from test_train import refused, same, scorers_for, state_of, stop_at, strict_json
 
 CACHE = "--n-sink 2 --window 8 --budget 40".split()  # kvpop's state costs 5 of them at head_dim 8
@@ -333,3 +335,35 @@ def test_a_text_that_changed_is_not_taken_for_its_tokens(root, tmp_path, capsys)
 def test_a_real_checkpoint_without_text(root, tmp_path, capsys, no_work):
     refused(capsys, train.main(["--device", "cpu", "--model", str(root / "qwen3"), "--out", str(tmp_path / "out")]),
             "896 tokens", "--data")
+
+
+# ----------------------------------------------------------------------------- what a GPU does, as far as a CPU can tell
+
+def histories(*folders):
+    return [strict_json(folder / "log.json")["history"] for folder in folders]
+
+
+@pytest.mark.parametrize("kind", ["scorer", "base"])
+def test_the_path_of_a_gpu(straight, tmp_path, monkeypatch, kind):
+    """Keys in the order of their lifetimes, tables, padding: the same losses, on a stand-in for the kernel."""
+    kernel = Kernel()
+    monkeypatch.setattr(flex_masks, "compiled_flex_attention", kernel)
+    monkeypatch.setattr(flex_masks, "has_kernel", lambda q: True)
+    assert run(straight, tmp_path / "out", "--steps", 4, *["--train-base"] * (kind == "base")) == 0
+    want, got = histories(straight / f"straight-{kind}", tmp_path / "out")
+    for key in ("retention", "recall", *["kl"] * (kind == "base")):
+        assert [h[key] for h in got] == pytest.approx([h[key] for h in want], rel=1e-3)
+    assert kernel.shapes
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "dms-cap"])
+def test_a_frozen_base_in_bf16_teaches_the_same(root, tmp_path, monkeypatch, policy):
+    assert run(root, tmp_path / "fp32", "--steps", 3, "--policy", policy) == 0
+    real = train.load_model
+    monkeypatch.setattr(train, "load_model", lambda folder, device, dtype: real(folder, device, torch.bfloat16))
+    assert run(root, tmp_path / "bf16", "--steps", 3, "--policy", policy) == 0
+    for a, b in zip(*histories(tmp_path / "fp32", tmp_path / "bf16"), strict=True):
+        for key in {"retention", "marked"} & a.keys():
+            assert a[key] == pytest.approx(b[key], rel=0.05, abs=1e-3) and a != b
+    assert all(p.dtype == torch.float32 for p in load_scorers(tmp_path / "bf16")[0].parameters())
+    assert all(p.dtype == torch.float32 for p in state_of(tmp_path / "bf16")["parameters"].values())
