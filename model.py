@@ -498,7 +498,9 @@ def copy_companions(source, target):
     """Copy the files that make a checkpoint usable beside its weights (tokenizer, chat template, sampling)."""
     for name in COMPANIONS:
         if (Path(source) / name).is_file() and Path(source).resolve() != Path(target).resolve():
-            shutil.copyfile(Path(source) / name, Path(target) / name)
+            partial = Path(target) / f"{name}.{os.getpid()}.tmp"
+            shutil.copyfile(Path(source) / name, partial)
+            os.replace(partial, Path(target) / name)
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -6,8 +6,6 @@
     python train.py --stage pretrain          make the base model itself
     python train.py --model FOLDER_OR_HUB_ID --data TEXT   the same for a real checkpoint, on real text
 
-For SmolLM2 at its 8,192 tokens take --context 8192 --n-sink 4 --window 256 --budget 1024 (to 4096).
-
 What this file holds: Settings (every knob, its default and its reason), the losses, evaluation, the two loops. The
 attends are in targets.py, the rows in data/batches.py and data/text.py, the output folder in data/run.py.
 How it departs from nanoGPT's train.py: the attention mask comes from the scorer under training, and the loss of the
@@ -33,7 +31,7 @@ import scorer as scorers_module
 from data.batches import PackedRows, Problems, collate_problems, loader, problem_batches, response_mask
 from data.chat import chat_style
 from data.prompts import tokenizer_of
-from data.run import Run, provenance
+from data.run import Run
 from data.text import TextRows, collate_rows, read_header, token_folder
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
@@ -120,7 +118,8 @@ PRESETS = {  # what differs between the jobs; a command-line option always wins
 
 
 def parse_settings(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="See the README for recipes.",
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="See the README for recipes. SmolLM2 "
+                                     "at 8,192 tokens: --n-sink 4 --window 256 --budget 1024 (to 4096).",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields(Settings):
         name, reason = "--" + f.name.replace("_", "-"), f.metadata["reason"]

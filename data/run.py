@@ -31,6 +31,9 @@ class Run:
             (self.folder / ".write_test").unlink()
         except OSError as error:
             raise ValueError(f"cannot write to --out {self.folder}: {error.strerror or error}") from None
+        if settings.resume and not (self.folder / "train_state.pt").is_file():
+            raise FileNotFoundError(f"--resume, but {self.folder / 'train_state.pt'} does not exist: check --out, or "
+                                    "start without --resume")
         self.log = {"command": " ".join(["python", *sys.argv]), "settings": asdict(settings),
                     **provenance(settings.device), "history": []}
 
@@ -66,8 +69,6 @@ class Run:
         path = self.folder / "train_state.pt"
         if not self.settings.resume:
             return 0
-        if not path.is_file():
-            raise FileNotFoundError(f"--resume, but {path} does not exist: check --out, or start without --resume")
         try:
             state = torch.load(path, map_location=self.settings.device, weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:

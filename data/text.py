@@ -3,6 +3,7 @@
 - `read_rows`, `read_documents`: .txt, .jsonl, .parquet, folders of them, or a hub data set, streamed;
 - `write_tokens`: documents -> one file of ids per split beside a header that names tokenizer and vocabulary; a document
   belongs to train or held_out by the hash of its text, so the two never share one;
+- `token_folder`: such a file, or the text itself, tokenised on first use;
 - `TextRows`: rows of full context out of such a file. Documents follow each other with an end token between and no
   reset of attention or positions, as in the paper (arXiv 2607.05061);
 - `needle_prompt`: numbers hidden in real text, one asked for at the end.

@@ -1,5 +1,6 @@
-"""train.py --data: real text, a tokenizer, tiny random Qwen3 and Llama checkpoints. What it learns from, what it measures
-(told again by hand), that a stop changes nothing, what it refuses before any work, and that decode.py runs the result.
+"""train.py --data: real text, a tokenizer, tiny random Qwen3 and Llama checkpoints. What it learns from, what it
+measures (told again by hand), that a stop changes nothing, what it refuses before any work, and that decode.py runs the
+result.
 """
 import io
 import json
@@ -103,6 +104,7 @@ def test_a_trained_base_stands_alone_with_its_tokenizer(straight, tmp_path, caps
     names = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     for name in names:
         assert (out / name).read_bytes() == (base / name).read_bytes()
+    assert not list(out.glob("*.tmp"))
     parameters, before = base_of(state_of(out)["parameters"]), dict(load_model(base).state_dict())
     assert parameters.keys() == before.keys()
     assert not any(torch.equal(parameters[name], before[name]) for name in before)
@@ -258,7 +260,8 @@ def test_a_resumed_run_is_the_straight_one(straight, monkeypatch, capsys, kind, 
     first, seen[:] = seen[:done], []
     assert run(straight, out, *args, "--resume") == 0
     rows = TextRows(want / "tokens", 96, "train", 0)
-    assert [i.tolist() for i, _, _ in first + seen] == [[rows[2 * s + i][0].tolist() for i in range(2)] for s in range(4)]
+    want_rows = [[rows[2 * step + i][0].tolist() for i in range(2)] for step in range(4)]
+    assert [idx.tolist() for idx, _, _ in first + seen] == want_rows
     one, two = state_of(out), state_of(want)
     assert one["step"] == two["step"] == 4 and same(one["optimizer"], two["optimizer"])
     assert same(one["parameters"], two["parameters"])
@@ -308,6 +311,7 @@ def test_tokens_of_another_tokenizer(root, tmp_path, capsys, no_work):
     (("--data", "no/such.jsonl"), ("no/such.jsonl",)),
     (("--model", "/no/such/folder"), ("/no/such/folder",)),
     (("--budget", 14), ("budget 14",)),
+    (("--resume",), ("--resume", "train_state.pt")),
     (("--context", 2000), ("tokens, one row of 2000 needs 2001",))])
 def test_what_text_cannot_do(root, tmp_path, capsys, no_work, args, words):
     refused(capsys, run(root, tmp_path / "out", *args), *words)
@@ -337,7 +341,7 @@ def test_a_real_checkpoint_without_text(root, tmp_path, capsys, no_work):
             "896 tokens", "--data")
 
 
-# ----------------------------------------------------------------------------- what a GPU does, as far as a CPU can tell
+# ------------------------------------------------------------------------- what a GPU does, as far as a CPU can tell
 
 def histories(*folders):
     return [strict_json(folder / "log.json")["history"] for folder in folders]
