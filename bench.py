@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from data.batches import collate_problems, response_mask
 from data.figures import draw_accuracy, draw_recall, draw_retention
+from data.run import provenance
 from data.tokenizer import EOT, decode
 from data.traces import FAMILIES, MAX_LENGTH, check, make_problem, worth_keeping
 from decode import check_prompts, force, generate, weights_folder
@@ -30,7 +31,7 @@ from flex_masks import CacheSpec
 from model import ModelConfig, causal_attend, fingerprint, load_model, read_json, write_json
 from scorer import LEARNED, POLICIES, check_policy, geometry, load_scorers, make_scorers, state_entries
 from targets import RetentionWatch
-from train import Settings, evaluate, policy_attend, provenance
+from train import Settings, evaluate, policy_attend
 
 RESULTS = Path("assets/results")
 GEOMETRY = {"n_sink": Settings.n_sink, "window": Settings.window}  # where no retrofit says otherwise

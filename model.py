@@ -344,7 +344,8 @@ class Transformer(nn.Module):
         x = self.model.embed_tokens(idx)  # (B, T, C)
         for layer, block in enumerate(self.model.layers):
             if self.checkpoint_blocks and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, attend, layer, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, attend, layer, use_reentrant=False,
+                               preserve_rng_state=False)  # nothing random in it, and a CUDA graph could not
             else:
                 x = block(x, cos, sin, attend, layer)
         return self.model.norm(x)
@@ -497,7 +498,9 @@ def copy_companions(source, target):
     """Copy the files that make a checkpoint usable beside its weights (tokenizer, chat template, sampling)."""
     for name in COMPANIONS:
         if (Path(source) / name).is_file() and Path(source).resolve() != Path(target).resolve():
-            shutil.copyfile(Path(source) / name, Path(target) / name)
+            partial = Path(target) / f"{name}.{os.getpid()}.tmp"
+            shutil.copyfile(Path(source) / name, partial)
+            os.replace(partial, Path(target) / name)
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -7,12 +7,15 @@ What this file holds:
   retention_recall   share of the teacher's top-k that the student keeps, the figure to watch
   RetentionWatch     sums recall, and what kinds of tokens are held, over an evaluation
   RetentionLoss      custom autograd function: identity forward, all of the above in the backward
-  noisy_gate, gated_attention, gate_shortfall   what dms-cap is taught instead: DMS with its Gumbel-sigmoid gate
+  policy_attend, training_attend   a block's attention under a policy, in an evaluation and with the losses attached
+  noisy_gate, gated_attention, gated_attend, gate_shortfall   what dms-cap is taught instead: DMS with its
+                     Gumbel-sigmoid gate
 How it departs from plain distillation: the attention matrix never exists. exp(score - lse) is the probability itself,
 so the log-sum-exp of a call that swaps q and k IS the log of a token's future mass. The loss reaches the scorer only.
 
 Source: KVpop, arXiv 2607.05061, sections 3.2-3.3, table 3. Letters as in flex_masks.py: B, T, H, H_kv, D, M candidates.
 """
+import contextlib
 import math
 from dataclasses import dataclass, field
 
@@ -20,7 +23,8 @@ import torch
 import torch.nn.functional as F
 
 import flex_masks
-from flex_masks import TILE, CacheSpec, dense_reference, effective_priority, keep_everything, running_topk
+from flex_masks import (TILE, CacheSpec, attention, dense_reference, effective_priority, keep_everything, plan,
+                        running_topk)
 
 # Power of the mean over future queries; 1 is the paper's. An oracle with 1 drops records that are read only once.
 POWER = 2.0
@@ -233,7 +237,7 @@ def teacher_evict_at(ranking, spec):
 
 
 class RetentionWatch:
-    """Sums what a static policy holds over the batches of an evaluation; an `on_layer` of train.policy_attend.
+    """Sums what a static policy holds over the batches of an evaluation; an `on_layer` of policy_attend.
     Set `lengths` (B,) int64 and `kinds` (B, T, K) fp64, one-hot, before each pass: the kind of each token; zeros: of
     none. Recall is NaN, so None here, where nothing is evicted; an oracle's own is not asked for."""
 
@@ -340,6 +344,53 @@ class RetentionLoss(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The attends: what a block's attention does under a policy, handed to the model with every forward
+
+def policy_attend(scorers, spec, lengths, on_layer=None, prompt_lengths=None):
+    """The masked parallel form of a policy: score, plan, attend. `on_layer(layer, q, k, lse, scores, evict_at)` sees
+    each layer's result. prompt_lengths (B,): for a policy that never evicts prompts. Used by evaluation; training adds
+    the retention loss in `training_attend`."""
+    def attend(layer, q, k, v):
+        scorer = scorers[layer]
+        if getattr(scorer, "name", "") == "oracle":
+            _, dense_lse = attention(q, k, v, keep_everything(*k.shape[:3], k.device))
+            scorer.scores = future_attention(q, k, dense_lse, spec.window, lengths, power=scorer.power or POWER)
+        elif getattr(scorer, "name", "") == "random-prompt":
+            scorer.prompt_lengths = prompt_lengths
+        scores = scorer(k, v, lengths)
+        evict_at = plan(effective_priority(scores, scorer.log_gamma()), spec)
+        out, lse = attention(q, k, v, evict_at, spec)
+        if on_layer is not None:
+            on_layer(layer, q, k, lse, scores, evict_at)
+        return out
+    return attend
+
+
+def training_attend(model, spec, retention, anchors=None):
+    """Sparse attention under the scorer being trained, with the retention loss attached.
+
+    anchors given: the base is frozen and runs under no_grad; each layer leaves a zero there whose backward
+    teaches its scorer. Otherwise the loss rides on the attention output. A policy that learns nothing gets none.
+    """
+    def attend(layer, q, k, v):
+        scorer = model.scorers[layer]
+        with torch.enable_grad() if anchors is not None else contextlib.nullcontext():
+            scores, log_gamma = scorer(k.detach(), v.detach(), retention.lengths), scorer.log_gamma()
+        with torch.no_grad():
+            evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
+        out, lse = attention(q, k, v, evict_at, spec, compiled=retention.compiled)
+        if scorer.window is None:
+            return out
+        inputs = (scores, log_gamma, q.detach(), k.detach(), lse.detach(), evict_at, retention, layer)
+        if anchors is None:
+            return RetentionLoss.apply(out, *inputs)
+        with torch.enable_grad():
+            anchors.append(RetentionLoss.apply(q.new_zeros((), requires_grad=True), *inputs))
+        return out
+    return attend
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # dms-cap: DMS (arXiv 2506.05345) has no targets. A gate per token dims its key in the attention, and two losses meet in
 # the gates: distillation keeps open those that matter, the shortfall asks for a share of closed ones.
 
@@ -374,6 +425,15 @@ def gated_attention(q, k, v, z, spec):
         block_mask = flex_masks.evict_at_block_mask(keep_everything(B, H_kv, T, q.device))
         out = flex_masks.fused_attention(q, k, v, block_mask, score_mod=gate_score_mod, enable_gqa=True)[0]
     return out.reshape(B, H, T, D)
+
+
+def gated_attend(model, spec, noise, gates):
+    """dms-cap in training: every key stays, dimmed by its noisy gate. noise (n_layer, B, H_kv, T) uniform;
+    each layer appends its z (B, H_kv, T) to gates. The KL teaches the gates through the attention."""
+    def attend(layer, q, k, v):
+        gates.append(noisy_gate(model.scorers[layer].logits(k, v), noise[layer]))
+        return gated_attention(q, k, v, gates[-1], spec)
+    return attend
 
 
 def gate_shortfall(gates, spec, lengths, ramp):

@@ -4,9 +4,10 @@
     python train.py --train-base              the full retrofit: every weight, KL from the model's own dense copy
     python train.py --train-base --policy streaming      a control: the base adapts to a policy that learns nothing
     python train.py --stage pretrain          make the base model itself
+    python train.py --model FOLDER_OR_HUB_ID --data TEXT   the same for a real checkpoint, on real text
 
-What this file holds: Settings (every knob, its default and its reason), the attends (packed documents, sparse, gated),
-the losses, evaluation, checkpoints, the two loops.
+What this file holds: Settings (every knob, its default and its reason), the losses, evaluation, the two loops. The
+attends are in targets.py, the rows in data/batches.py and data/text.py, the output folder in data/run.py.
 How it departs from nanoGPT's train.py: the attention mask comes from the scorer under training, and the loss of the
 scorer is not a term of the forward: it runs in the backward of `targets.RetentionLoss`. Weights go out as safetensors
 that decode.py reads; a single train_state.pt beside them, tensors and numbers only, resumes the run.
@@ -17,8 +18,6 @@ import copy
 import functools
 import math
 import os
-import pickle
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -30,13 +29,17 @@ from torch.utils.checkpoint import checkpoint
 
 import scorer as scorers_module
 from data.batches import PackedRows, Problems, collate_problems, loader, problem_batches, response_mask
+from data.chat import chat_style
+from data.prompts import tokenizer_of
+from data.run import Run
+from data.text import TextRows, collate_rows, read_header, token_folder
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
-from flex_masks import (CacheSpec, attention, effective_priority, evict_at_block_mask, has_kernel, keep_everything,
-                        plan)
-from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, save_model, write_json
-from targets import (LISTWISE_SHARE, POWER, Retention, RetentionLoss, future_attention, gate_shortfall,
-                     gated_attention, judge, noisy_gate)
+from flex_masks import CacheSpec, attention, evict_at_block_mask, has_kernel
+from model import (GraphedStep, ModelConfig, Transformer, causal_attend, load_model, read_json, resolve_checkpoint,
+                   write_json)
+from targets import (LISTWISE_SHARE, POWER, Retention, gate_shortfall, gated_attend, judge, policy_attend,
+                     training_attend)
 
 ADAPTED = ("streaming", "random", "knorm")  # nothing to learn but the base: with --train-base the `-plus` rows
 
@@ -50,7 +53,7 @@ class Settings:
     """Every knob with its default and its reason. None: the stage's preset below decides."""
     stage: str = option("retrofit", "pretrain makes a base model, retrofit adds KVpop to one",
                         choices=["retrofit", "pretrain"])
-    model: str = option("assets/base", "checkpoint folder to retrofit")
+    model: str = option("assets/base", "checkpoint to retrofit: a folder, or with --data also a hub id")
     out: str = option("out/kvpop", "folder for checkpoint, training state and log")
     train_base: bool = option(False, "train every weight: KL from the dense teacher adapts the base to the mask")
     resume: bool = option(False, "continue from the training state in --out")
@@ -59,6 +62,15 @@ class Settings:
     policy: str = option("kvpop", "which scorer learns, or with --train-base to which mask the base adapts",
                          choices=["kvpop", "kvpop-mlp", "kvpop-nodelay", "position", "dms-cap", *ADAPTED])
     families: str = option("both", "problems of the retrofit", choices=["both", *FAMILIES, "mark"])
+    data: str = option("", "real text to train on: a token folder of data/text.py; or .txt, .jsonl or .parquet, a "
+                           "folder of them or a hub data set, tokenised on first use")
+    field: str = option("text", "of a row of --data: text, or a list of messages")
+    split: str = option("train", "of a hub data set; several are joined by +")
+    subset: str = option("", "of a hub data set")
+    tokens: str = option("", "folder for the tokens made of --data; none: tokens in --out")
+    held_out: float = option(0.02, "share of the documents of --data that evaluation has for itself")
+    max_tokens: int = option(100_000_000, "of --data: tokenising stops there; a hub data set can be without end")
+    context: int = option(0, "tokens a row of --data; 0: 2048, or what the model was trained on if that is less")
     budget: int = option(256, "entries a KV head may hold, everything included; traces have about 2,150 tokens")
     budget_start: int = option(0, "the budget falls from this to --budget over the first half of the run; 0 = constant")
     n_sink: int = option(4, "first tokens, never evicted: models park attention there")
@@ -90,8 +102,9 @@ class Settings:
     intermediate_size: int = option(512, "SwiGLU width")
     log_every: int = option(10, "steps between progress lines")
     eval_every: int = option(0, "steps between evaluations; 0 = before and after only")
-    eval_problems: int = option(4, "validation problems a family in an evaluation")
+    eval_problems: int = option(4, "validation problems a family in an evaluation; with --data, held-out rows")
     save_every: int = option(500, "steps between checkpoints")
+    recompute: bool = option(False, "activations of a block again in its backward: less memory under --train-base")
     compile: bool = option(True, "on a GPU: torch.compile the pretraining forward and the thresholds of the retrofit")
     graph: bool = option(True, "on a GPU: replay each step as one CUDA graph; launching its kernels takes longer")
     workers: int = option(None, "processes that generate data; none or negative: 0 on CPU, up to 12 on a GPU machine")
@@ -105,7 +118,8 @@ PRESETS = {  # what differs between the jobs; a command-line option always wins
 
 
 def parse_settings(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="See the README for recipes.",
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="See the README for recipes. SmolLM2 "
+                                     "at 8,192 tokens: --n-sink 4 --window 256 --budget 1024 (to 4096).",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields(Settings):
         name, reason = "--" + f.name.replace("_", "-"), f.metadata["reason"]
@@ -125,10 +139,11 @@ def parse_settings(argv=None):
         settings.device = "cuda" if torch.cuda.is_available() else "cpu"
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but this machine shows no GPU to torch: use --device cpu")
-    for name in ("steps", "batch_size", "log_every", "save_every", "eval_problems", "n_samples", "top_k"):
+    for name in ("steps", "batch_size", "log_every", "save_every", "eval_problems", "n_samples", "top_k",
+                 "max_tokens"):
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
-    for name in ("forget", "listwise_share"):
+    for name in ("forget", "listwise_share", "held_out"):
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} is a share, 0 to 1, got {getattr(settings, name)}")
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
@@ -138,6 +153,8 @@ def parse_settings(argv=None):
         raise ValueError(f"policy {settings.policy} has nothing to learn: add --train-base to adapt the base to it")
     if settings.budget_start and (settings.budget_start < settings.budget or settings.policy == "dms-cap"):
         raise ValueError("--budget-start must not be below --budget, and dms-cap has a ramp of its own: leave it out")
+    if settings.data and (settings.stage == "pretrain" or settings.families != "both"):
+        raise ValueError("--data is for a retrofit on text alone: leave --stage pretrain and --families out")
     if settings.stage == "pretrain" and (Path(settings.out) / "scorer.json").is_file():
         raise ValueError(f"--out {settings.out} holds a retrofit, whose scorer does not fit a new base: choose another")
     if settings.stage == "retrofit" and Path(settings.out).resolve() == Path(settings.model).resolve():
@@ -148,66 +165,12 @@ def parse_settings(argv=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The attends: what a block's attention does is decided here, per forward call
 
 def packed_attend(evict_at):
     """Attention of packed rows, tokens seen until their evict_at (B, T); one BlockMask serves all layers and heads."""
     evict_at = evict_at[:, None]  # (B, 1, T): all heads alike
     block_mask = evict_at_block_mask(evict_at) if has_kernel(evict_at) else None
     return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask=block_mask)[0]
-
-
-def policy_attend(scorers, spec, lengths, on_layer=None, prompt_lengths=None):
-    """The masked parallel form of a policy: score, plan, attend. `on_layer(layer, q, k, lse, scores, evict_at)` sees
-    each layer's result. prompt_lengths (B,): for a policy that never evicts prompts. Used by evaluation; training adds
-    the retention loss in `training_attend`."""
-    def attend(layer, q, k, v):
-        scorer = scorers[layer]
-        if getattr(scorer, "name", "") == "oracle":
-            _, dense_lse = attention(q, k, v, keep_everything(*k.shape[:3], k.device))
-            scorer.scores = future_attention(q, k, dense_lse, spec.window, lengths, power=scorer.power or POWER)
-        elif getattr(scorer, "name", "") == "random-prompt":
-            scorer.prompt_lengths = prompt_lengths
-        scores = scorer(k, v, lengths)
-        evict_at = plan(effective_priority(scores, scorer.log_gamma()), spec)
-        out, lse = attention(q, k, v, evict_at, spec)
-        if on_layer is not None:
-            on_layer(layer, q, k, lse, scores, evict_at)
-        return out
-    return attend
-
-
-def training_attend(model, spec, retention, anchors=None):
-    """Sparse attention under the scorer being trained, with the retention loss attached.
-
-    anchors given: the base is frozen and runs under no_grad; each layer leaves a zero there whose backward
-    teaches its scorer. Otherwise the loss rides on the attention output. A policy that learns nothing gets none.
-    """
-    def attend(layer, q, k, v):
-        scorer = model.scorers[layer]
-        with torch.enable_grad() if anchors is not None else contextlib.nullcontext():
-            scores, log_gamma = scorer(k.detach(), v.detach(), retention.lengths), scorer.log_gamma()
-        with torch.no_grad():
-            evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
-        out, lse = attention(q, k, v, evict_at, spec, compiled=retention.compiled)
-        if scorer.window is None:
-            return out
-        inputs = (scores, log_gamma, q.detach(), k.detach(), lse.detach(), evict_at, retention, layer)
-        if anchors is None:
-            return RetentionLoss.apply(out, *inputs)
-        with torch.enable_grad():
-            anchors.append(RetentionLoss.apply(q.new_zeros((), requires_grad=True), *inputs))
-        return out
-    return attend
-
-
-def gated_attend(model, spec, noise, gates):
-    """dms-cap in training: every key stays, dimmed by its noisy gate (targets.py). noise (n_layer, B, H_kv, T) uniform;
-    each layer appends its z (B, H_kv, T) to gates. The KL teaches the gates through the attention."""
-    def attend(layer, q, k, v):
-        gates.append(noisy_gate(model.scorers[layer].logits(k, v), noise[layer]))
-        return gated_attention(q, k, v, gates[-1], spec)
-    return attend
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,28 +213,62 @@ def autocast(device):
     return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
 
 
+def judging(scorers, spec, lengths, found, *, bounded=True, tau=1.0, power=POWER, listwise_share=LISTWISE_SHARE):
+    """An on_layer for policy_attend that adds (retention loss, recall) of each layer, floats, to the list found; None
+    for scorers that do not learn."""
+    def watch(layer, q, k, lse, scores, evict_at):
+        noise = torch.rand(*scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
+        retention = Retention(spec, lengths, n_samples=64, bounded=bounded, power=power, tau=tau, want_recall=True,
+                              listwise_share=listwise_share, noise={layer: noise})
+        found.append([x.item() for x in judge(retention, layer, scores, scorers[layer].log_gamma(), q, k, lse,
+                                              evict_at)])
+    return None if scorers is None or scorers[0].window is None else watch
+
+
+def judged(found):
+    """Mean loss and recall, None for no number; recall is NaN where nothing was evicted."""
+    losses, recalls = [loss for loss, _ in found], [recall for _, recall in found if recall == recall]
+    return {"loss": sum(losses) / len(losses) if losses else None,
+            "recall": sum(recalls) / len(recalls) if recalls else None}
+
+
 @torch.no_grad()
-def evaluate(model, device, n, spec=None, scorers=None, split="validation", families=FAMILIES, bounded=True, tau=1.0,
-             power=POWER, listwise_share=LISTWISE_SHARE):
+def evaluate_text(model, device, rows, spec=None, scorers=None, **how):
+    """Teacher-forced on rows, a list of (idx, targets), (T,) int64 each, one at a time: every position counts.
+
+    -> dict: perplexity (exp of the mean next-token loss), token_accuracy, n_rows, n_tokens, loss and recall (None
+    unless learned; `how` as in judging).
+    """
+    loss, correct, total, found = 0.0, 0, 0, []
+    for idx, targets in rows:
+        idx, targets = idx[None].to(device), targets.to(device)
+        lengths = torch.tensor([idx.shape[1]], device=device)
+        attend = causal_attend if scorers is None else policy_attend(
+            scorers, spec, lengths, judging(scorers, spec, lengths, found, **how))
+        with autocast(device):
+            hidden = model(idx, attend)[0]
+            for h, y in zip(*(x.split(max(1, 2**25 // model.config.vocab_size)) for x in (hidden, targets))):
+                logits = model.unembed(h).float()  # at most 128 MiB
+                loss += F.cross_entropy(logits, y, reduction="sum").item()
+                correct += (logits.argmax(-1) == y).sum().item()
+        total += len(targets)
+    return {"perplexity": math.exp(min(loss / total, 700.0)), "token_accuracy": correct / total, "n_rows": len(rows),
+            "n_tokens": total, **judged(found)}
+
+
+@torch.no_grad()
+def evaluate(model, device, n, spec=None, scorers=None, split="validation", families=FAMILIES, **how):
     """Teacher-forced on n problems a family: share of trace tokens and of whole traces right; for a learned scorer also
     the retention loss and recall. A whole trace is right exactly when greedy decoding under the policy writes it.
 
     -> dict: token_accuracy, wrong (trace tokens), n_problems, traces_right (mean over families), by_family, right
-    (family -> list of bool by problem), loss and recall (None unless learned).
+    (family -> list of bool by problem), loss and recall (None unless learned; `how` as in judging).
     """
     batch_size = 16 if device == "cuda" else 1  # 16: the shape that training compiled
-    learned = scorers is not None and scorers[0].window is not None
-    right, correct, total, losses, recalls = {f: {} for f in families}, 0, 0, [], []
+    right, correct, total, found = {f: {} for f in families}, 0, 0, []
     for idx, lengths, starts, problems in problem_batches(n, device, batch_size, split, families):
-        def watch(layer, q, k, lse, scores, evict_at):
-            noise = torch.rand(*scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
-            retention = Retention(spec, lengths, n_samples=64, bounded=bounded, power=power, tau=tau, want_recall=True,
-                                  listwise_share=listwise_share, noise={layer: noise})
-            result = judge(retention, layer, scores, scorers[layer].log_gamma(), q, k, lse, evict_at)
-            for values, value in zip((losses, recalls), result):
-                values.append(value.item())
         attend = causal_attend if scorers is None else policy_attend(
-            scorers, spec, lengths, watch if learned else None, starts + 1)
+            scorers, spec, lengths, judging(scorers, spec, lengths, found, **how), starts + 1)
         with autocast(device):
             guess = torch.cat([model.unembed(h).argmax(-1) for h in model(idx, attend).split(1)])
         mask = response_mask(idx.shape[1], lengths, starts)[:, :-1]
@@ -280,98 +277,16 @@ def evaluate(model, device, n, spec=None, scorers=None, split="validation", fami
         total += mask.sum().item()
         for problem, ok in zip(problems, hit.all(1).tolist()):
             right[problem.family][problem.index] = ok
-    finite = [r for r in recalls if r == r]
     by_family = {f: sum(v.values()) / len(v) for f, v in right.items()}
     return {"token_accuracy": correct / total, "wrong": total - correct,
             "n_problems": sum(len(v) for v in right.values()),
             "traces_right": sum(by_family.values()) / len(by_family), "by_family": by_family,
             "right": {f: [v[i] for i in sorted(v)] for f, v in right.items()},
-            "loss": sum(losses) / len(losses) if losses else None,
-            "recall": sum(finite) / len(finite) if finite else None}
+            **judged(found)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints, log, learning rate
-
-class Run:
-    """The output folder: train_state.pt to resume, the exported checkpoint, log.json. All writes are atomic."""
-
-    def __init__(self, settings):
-        self.settings, self.folder, self.started = settings, Path(settings.out), time.time()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / ".write_test").touch()
-            (self.folder / ".write_test").unlink()
-        except OSError as error:
-            raise ValueError(f"cannot write to --out {self.folder}: {error.strerror or error}") from None
-        self.log = {"command": " ".join(["python", *sys.argv]), "settings": asdict(settings),
-                    **provenance(settings.device), "history": []}
-
-    def save(self, model, optimizer, step, spec=None):
-        """Export for decode.py and the exact training state."""
-        state = {"step": step, "settings": asdict(self.settings), "history": self.log["history"],
-                 "parameters": {k: v.detach() for k, v in model.state_dict().items()},
-                 "optimizer": optimizer.state_dict()}
-        path = self.folder / "train_state.pt.tmp"
-        torch.save(state, path)
-        os.replace(path, self.folder / "train_state.pt")
-        if self.settings.stage == "pretrain" or self.settings.train_base:
-            save_model(model, self.folder)
-        if spec is not None:
-            base = os.path.relpath(Path(self.settings.model).resolve(), self.folder.resolve())
-            scorers_module.save_scorers(model.scorers, self.folder, {
-                "n_sink": spec.n_sink, "window": spec.window, "budget": spec.budget, "base": base,
-                "weights": "." if self.settings.train_base else base})
-        write_json(self.folder / "log.json", self.log)
-
-    def resume(self, model, optimizer):
-        """-> the step to continue with; 0 without --resume."""
-        path = self.folder / "train_state.pt"
-        if not self.settings.resume:
-            return 0
-        if not path.is_file():
-            raise FileNotFoundError(f"--resume, but {path} does not exist: check --out, or start without --resume")
-        try:
-            state = torch.load(path, map_location=self.settings.device, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"--resume: {path} is damaged or not a training state "
-                             f"({str(error).splitlines()[0]}): start without --resume") from None
-        may_differ = {"resume", "steps", "log_every", "eval_every", "eval_problems", "save_every", "workers", "device",
-                      "compile", "out", "warmup"}
-        for name, value in state["settings"].items():
-            if name not in may_differ and value != getattr(self.settings, name):
-                raise ValueError(f"--resume: {path} was trained with {name} = {value!r}, not "
-                                 f"{getattr(self.settings, name)!r}: give the same options or start without --resume")
-        if state["step"] >= self.settings.steps:
-            raise ValueError(f"--resume: {path} is at step {state['step']} already: raise --steps above it")
-        model.load_state_dict(state["parameters"])
-        optimizer.load_state_dict(state["optimizer"])
-        self.log["history"] = state["history"]
-        print(f"resuming from {path} at step {state['step']}")
-        return state["step"]
-
-    def progress(self, step, first_step, tokens, **values):
-        elapsed = time.time() - self.started
-        done = step + 1 - first_step
-        left = elapsed / done * (self.settings.steps - step - 1)
-        self.log["history"].append({"step": step + 1, **values, "tokens": tokens, "seconds": round(elapsed, 2)})
-        print(f"step {step + 1:5d}/{self.settings.steps}  " +
-              "  ".join(f"{k} {v:.4f}" if abs(v) >= 1e-3 or v == 0 else f"{k} {v:.2e}" for k, v in values.items()) +
-              f"  {tokens / elapsed:,.0f} tokens/s  {left:.0f} s left", flush=True)
-
-
-def provenance(device):
-    """commit, date, device and versions: what a number needs beside it."""
-    commit = os.environ.get("KVPOP_COMMIT")  # for a tree that was copied without its .git
-    try:
-        commit = commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True,
-                                          cwd=Path(__file__).parent).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    return {"commit": commit, "date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__,
-            "python": sys.version.split()[0]}
-
+# Learning rate, optimiser
 
 def lr_factor(step, settings):
     """Share of the peak rate: linear warm-up, then cosine to final_lr_ratio."""
@@ -482,13 +397,27 @@ def pretrain(settings):
 def retrofit(settings):
     run = Run(settings)
     torch.manual_seed(settings.seed)
-    model = load_model(settings.model, device=settings.device, dtype=torch.float32)
-    config = model.config
+    run.source = resolve_checkpoint(settings.model)
+    config = ModelConfig.from_dict(read_json(run.source / "config.json"))
     spec = CacheSpec(settings.n_sink, settings.window, settings.budget,
                      scorers_module.state_entries(settings.policy, config.head_dim, config.group_size, settings.window))
-    if config.vocab_size <= EOT:
+    if settings.data:
+        rows, held_out, run.text = text_rows(settings, run.source, config)
+        run.log.update(settings=asdict(settings), text=run.text)
+        collate = collate_rows
+    elif config.vocab_size <= EOT or (run.source / "tokenizer.json").is_file():
         raise ValueError(f"{settings.model} has {config.vocab_size} tokens, but the traces use byte ids up to {EOT}: "
-                         "point --model at a base made by --stage pretrain")
+                         "point --model at a base made by --stage pretrain, or give text with --data")
+    else:
+        families = FAMILIES if settings.families == "both" else (settings.families,)
+        rows = Problems("train", settings.seed, families)
+        pad_to = MAX_LENGTH if settings.device == "cuda" else None  # one shape, one compilation
+        collate = functools.partial(collate_problems, pad_to=pad_to)
+    # A frozen base on a GPU is read in bf16, as decode.py reads it and real ones are stored: half the memory. One that
+    # is trained stays in fp32, as its steps are smaller than bf16 can tell, and so does its teacher: at the start the
+    # two must agree. The byte models stay in fp32 as well: their numbers were made so.
+    narrow = settings.data and not settings.train_base and settings.device == "cuda"
+    model = load_model(run.source, device=settings.device, dtype=torch.bfloat16 if narrow else torch.float32)
     make = lambda policy: scorers_module.make_scorers(  # noqa: E731
         policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window,
         seed=settings.seed).to(settings.device)
@@ -501,19 +430,20 @@ def retrofit(settings):
           f"{sum(p.numel() for p in model.scorers.parameters()):,} scorer parameters on {settings.device}; "
           f"{spec.n_sink} sinks + {spec.window} window + {spec.n_select} selected + {spec.state_entries} state "
           f"= {spec.budget} entries a head")
-    families = FAMILIES if settings.families == "both" else (settings.families,)
-    measure = lambda: evaluate(model, settings.device, settings.eval_problems, spec, model.scorers,  # noqa: E731
-                               families=families, bounded=settings.bounded, tau=settings.tau,
-                               power=settings.target_power, listwise_share=settings.listwise_share)
+
+    def measure(spec=spec, scorers=model.scorers):
+        how = dict(bounded=settings.bounded, tau=settings.tau, power=settings.target_power,
+                   listwise_share=settings.listwise_share)
+        if settings.data:
+            return evaluate_text(model, settings.device, held_out, spec, scorers, **how)
+        return evaluate(model, settings.device, settings.eval_problems, spec, scorers, families=families, **how)
+
+    def measure_base():  # without a policy, and with the one that a policy must beat
+        return {"dense": measure(None, None), "streaming": measure(replace(spec, state_entries=0), make("streaming"))}
     if first_step == 0:
-        dense = evaluate(model, settings.device, settings.eval_problems, families=families)
-        streaming = evaluate(model, settings.device, settings.eval_problems, replace(spec, state_entries=0),
-                             make("streaming"), families=families)
-        run.log["before"] = report("before", **{"dense": dense, "streaming": streaming, settings.policy: measure()})
+        run.log["before"] = report("before", **{**measure_base(), settings.policy: measure()})
     run.started = time.time()
-    rows = Problems("train", settings.seed, families)
-    pad_to = MAX_LENGTH if settings.device == "cuda" else None  # one shape, one compilation
-    collate = functools.partial(collate_problems, pad_to=pad_to)
+    model.checkpoint_blocks = settings.recompute and settings.train_base
 
     def train_step(stage, idx, lengths, starts, noise, ramp, want_recall):
         """One optimiser step under the CacheSpec `stage` -> scalars to log, by name, and the gradient norm."""
@@ -532,8 +462,10 @@ def retrofit(settings):
                     teacher_hidden = teacher(idx, causal_attend)
                 hidden = model(idx, gated_attend(model, stage, noise, gates) if gated else
                                training_attend(model, stage, retention))
-                response = response_mask(idx.shape[1], lengths, starts)
-                loss = values["kl"] = distillation_kl(model, hidden, teacher, teacher_hidden, response,
+                # of text every position of a row counts, of a problem those that write its trace
+                taught = torch.ones_like(idx, dtype=torch.bool) if settings.data else response_mask(
+                    idx.shape[1], lengths, starts)
+                loss = values["kl"] = distillation_kl(model, hidden, teacher, teacher_hidden, taught,
                                                       min(settings.top_k, config.vocab_size))
             if gated:
                 shortfall, values["marked"], values["target"] = gate_shortfall(gates, stage, lengths, ramp)
@@ -578,11 +510,29 @@ def retrofit(settings):
         return interrupted(run, model, optimizer, done, spec)
     run.log["seconds"] = time.time() - run.started
     run.save(model, optimizer, settings.steps, spec)
-    run.log["after"] = report("after", **{settings.policy: measure()})
+    moved = measure_base() if settings.data and settings.train_base else {}
+    run.log["after"] = report("after", **{**moved, settings.policy: measure()})
     write_json(run.folder / "log.json", run.log)
     if "before" in run.log:
         print_before_after(run.log["before"], run.log["after"], settings.policy)
-    print(f"wrote {run.folder}; try: python decode.py --model {run.folder}")
+    print(f"wrote {run.folder}; try: python decode.py --model {run.folder}" + " --prompt TEXT" * bool(settings.data))
+
+
+def text_rows(settings, folder, config):
+    """Rows of --data for the model in `folder`, checked, and tokenised on first use -> training rows, held-out rows (a
+    list of (idx, targets)), header of the token file. Sets settings.context where it is 0."""
+    settings.context = settings.context or min(2048, config.max_seq_len)
+    if not 1 < settings.context <= config.max_seq_len:
+        raise ValueError(f"--context {settings.context} is outside 2 .. {config.max_seq_len}, what the model was "
+                         "trained on")
+    tokenizer = tokenizer_of(folder, config)
+    tokens = token_folder(settings.data, settings.tokens or Path(settings.out) / "tokens", tokenizer,
+                          lambda: chat_style(folder), field=settings.field, split=settings.split,
+                          subset=settings.subset or None, held_out=settings.held_out, max_tokens=settings.max_tokens,
+                          cut=True)
+    train, held_out = (TextRows(tokens, settings.context, side, seed, tokenizer, config.vocab_size)
+                       for side, seed in (("train", settings.seed), ("held_out", 0)))
+    return train, [held_out[i] for i in range(min(held_out.n, settings.eval_problems))], read_header(tokens)
 
 
 def finite(loss, step):
@@ -603,6 +553,10 @@ def report(when, **results):
     """Print and return one line a policy, without the per-problem lists."""
     for policy, r in results.items():
         extra = "" if r["recall"] is None else f"  retention loss {r['loss']:.3f}  recall {r['recall']:.3f}"
+        if "perplexity" in r:
+            print(f"{when}: {policy:10s} perplexity {r['perplexity']:.3f}  tokens right {r['token_accuracy']:.4f} (n = "
+                  f"{r['n_tokens']} in {r['n_rows']} rows){extra}", flush=True)
+            continue
         families = ", ".join(f"{f} {v:.3f}" for f, v in r["by_family"].items())
         print(f"{when}: {policy:10s} trace tokens right {r['token_accuracy']:.4f}  whole traces {r['traces_right']:.3f}"
               f" ({families}; n = {r['n_problems']}){extra}", flush=True)
@@ -611,13 +565,17 @@ def report(when, **results):
 
 def print_before_after(before, after, policy):
     rows = [("retention loss", "loss", 3), ("recall of the teacher's top-k", "recall", 3),
+            ("perplexity", "perplexity", 3), ("tokens right", "token_accuracy", 4),
             ("trace tokens right", "token_accuracy", 4), ("whole traces right", "traces_right", 3)]
+    text = "perplexity" in before[policy]
+    rows = [row for row in rows if row[0] != ("trace tokens right" if text else "tokens right")]
     print(f"\n{policy:32s}{'before':>10s}{'after':>10s}")
     for name, key, digits in rows:
-        if before[policy][key] is not None:  # no recall where nothing is evicted or selected
+        if before[policy].get(key) is not None:  # no recall where nothing is evicted or selected
             print(f"{name:32s}{before[policy][key]:10.{digits}f}{after[policy][key]:10.{digits}f}")
-    others = [f"{p}: {before[p]['token_accuracy']:.4f} of tokens, {before[p]['traces_right']:.3f} of traces"
-              for p in ("dense", "streaming")]
+    others = [f"{p}: {r['token_accuracy']:.4f} of tokens, " + (
+        f"perplexity {r['perplexity']:.3f}" if text else f"{r['traces_right']:.3f} of traces")
+        for p, r in before.items() if p in ("dense", "streaming")]
     print(f"({'; '.join(others)})\n")
 
 
@@ -629,7 +587,7 @@ def main(argv=None):
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # outside the loop, which saves
-        print("\ninterrupted in an evaluation: what --out held before it is kept", file=sys.stderr)
+        print("\ninterrupted between training steps: what --out held before it is kept", file=sys.stderr)
         return 130
 
 

@@ -3,6 +3,7 @@
 - `read_rows`, `read_documents`: .txt, .jsonl, .parquet, folders of them, or a hub data set, streamed;
 - `write_tokens`: documents -> one file of ids per split beside a header that names tokenizer and vocabulary; a document
   belongs to train or held_out by the hash of its text, so the two never share one;
+- `token_folder`: such a file, or the text itself, tokenised on first use;
 - `TextRows`: rows of full context out of such a file. Documents follow each other with an end token between and no
   reset of attention or positions, as in the paper (arXiv 2607.05061);
 - `needle_prompt`: numbers hidden in real text, one asked for at the end.
@@ -130,17 +131,18 @@ def split_of(text: str, held_out: float) -> str:
 
 
 def write_tokens(out, source, tokenizer, *, field="text", split="train", subset=None, style=None, held_out=0.02,
-                 max_document=None, max_tokens=None) -> dict:
+                 max_document=None, max_tokens=None, cut=False) -> dict:
     """Tokenise `source` into folder `out`, or take what is there if it was made in the same way -> the header.
 
     {train, held_out}.bin  ids, uint16 where the vocabulary fits, else uint32
     {train, held_out}.npy  int64, where each document ends (its separator included)
     tokens.json            tokenizer and vocabulary, counts, and how it was made
     held_out: share of the documents. max_document: longer ones are dropped, in tokens. max_tokens: stop there.
+    cut: where all documents fall to one split, as a single one must, the end of the text is held out instead.
     ValueError when `out` was made in another way or a split has no document."""
     out, way = Path(out), dict(
         source=str(source), field=field, split=split, subset=subset, style=None if style is None else style.name,
-        held_out=held_out, max_document=max_document, max_tokens=max_tokens, tokenizer=tokenizer.fingerprint)
+        held_out=held_out, max_document=max_document, max_tokens=max_tokens, cut=cut, tokenizer=tokenizer.fingerprint)
     if (out / "tokens.json").is_file():
         header = read_header(out)
         other = [f"{name} {header['made'].get(name)!r}, not {way[name]!r}" for name in way
@@ -174,6 +176,9 @@ def write_tokens(out, source, tokenizer, *, field="text", split="train", subset=
                 ends[side].append(counts[side])
                 if max_tokens is not None and sum(counts.values()) >= max_tokens:
                     break
+        if cut and held_out and sum(map(bool, ends.values())) == 1:
+            ends = cut_end(temporary, max(SPLITS, key=lambda s: len(ends[s])), ends, dtype, end, held_out)
+            counts = {s: ends[s][-1] for s in SPLITS}
         for s in SPLITS:
             if not ends[s] and (s == "train" or held_out):
                 raise ValueError(f"no document of {source} is left for {s}: {sum(map(len, ends.values()))} documents, "
@@ -190,6 +195,18 @@ def write_tokens(out, source, tokenizer, *, field="text", split="train", subset=
     partial.write_text(json.dumps(header, indent=2) + "\n")
     os.replace(partial, out / "tokens.json")  # last: a header means that all is there
     return header
+
+
+def cut_end(files, full, ends, dtype, end, held_out):
+    """The last share held_out of the tokens in files[full] becomes the held-out split, the rest is for training; a
+    document that is cut ends with `end` on either side -> ends of both."""
+    ids, whole = np.fromfile(files[full], dtype), np.array(ends[full])
+    at = len(ids) - max(2, round(held_out * len(ids)))  # 2: a token and its end
+    between = at in whole
+    (ids[:at] if between else np.append(ids[:at], ids.dtype.type(end))).tofile(files["train"])
+    ids[at:].tofile(files["held_out"])
+    return {"train": [*whole[whole <= at].tolist()] + ([] if between else [at + 1]),
+            "held_out": (whole[whole > at] - at).tolist()}
 
 
 def read_header(folder: Path) -> dict:
@@ -245,6 +262,26 @@ class TextRows(torch.utils.data.Dataset):
         start = int(np.random.default_rng((self.seed, epoch)).permutation(self.n)[i]) * self.length
         ids = torch.from_numpy(self.file.ids[start:start + self.length + 1].astype(np.int64))
         return ids[:-1], ids[1:]
+
+
+def token_folder(data, cache, tokenizer, style, **how) -> Path:
+    """What --data stands for, as a folder of ids: such a folder or a file of it as it is, else the text, tokenised into
+    `cache` as write_tokens does with `how`, or found there. style: a function, asked when the field holds chats.
+    ValueError or FileNotFoundError in one sentence."""
+    path = Path(data)
+    for folder in (path, path.parent if path.suffix in (".json", ".bin", ".npy") else path):
+        if (folder / "tokens.json").is_file():
+            return folder
+    cache = Path(cache)
+    if (cache / "tokens.json").is_file():  # found there: the source, perhaps on a hub, is not asked again
+        chats, made = read_header(cache)["made"]["style"] is not None, (cache / "tokens.json").stat().st_mtime
+        if any(p.stat().st_mtime > made for p in ([path] if path.is_file() else path.rglob("*"))):
+            raise ValueError(f"{data} has changed since {cache} was made of it: delete that folder or give another")
+    else:
+        first = next(iter(read_rows(data, how["split"], how["subset"])), {})
+        chats = isinstance(first.get(how["field"]), list)
+    write_tokens(cache, data, tokenizer, style=style() if chats else None, **how)
+    return cache
 
 
 def collate_rows(rows):

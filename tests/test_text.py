@@ -176,6 +176,24 @@ def test_limits_and_empty_splits(tmp_path):
         write_tokens(tmp_path / "none", one, tok, held_out=1.5)
 
 
+@pytest.mark.parametrize("texts", [["one long document " * 40],
+                                   [f"a document of several, the {i} th " * 9 for i in range(4)]])
+@pytest.mark.parametrize("held_out", [0.01, 0.3])
+def test_the_end_of_a_text_is_held_out_where_no_document_is(tmp_path, texts, held_out):
+    path, tok = jsonl(tmp_path / "x.jsonl", [{"text": t} for t in texts]), ByteTokenizer()
+    if len({split_of(t, held_out) for t in texts}) == 2:
+        pytest.skip("whole documents are held out")
+    header = write_tokens(tmp_path / "out", path, tok, held_out=held_out, cut=True)
+    train, held = (TokenFile(tmp_path / "out", split, tok) for split in ("train", "held_out"))
+    whole = [i for t in texts for i in (*t.encode(), 256)]
+    at = len(whole) - max(2, round(held_out * len(whole)))
+    assert train.ids.tolist() == whole[:at] + [256] * (whole[at - 1] != 256) and held.ids.tolist() == whole[at:]
+    assert header["tokens"] == dict(train=len(train.ids), held_out=len(held.ids))
+    pieces = [[bytes(d.tolist()).decode() for d in side.documents()] for side in (train, held)]
+    assert "".join(pieces[0] + pieces[1]) == "".join(texts) and all(256 not in d for d in train.documents())
+    assert header["documents"] == dict(zip(("train", "held_out"), map(len, pieces)))
+
+
 # ----------------------------------------------------------------------------- rows
 
 def test_rows_are_the_file_in_another_order(tmp_path):
