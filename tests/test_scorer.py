@@ -400,7 +400,9 @@ def test_start_of_the_mlstm():
         assert (weight[:, other] == 0).all()
     assert torch.equal(s.w_q, s.w_k) and s.w_q.data_ptr() != s.w_k.data_ptr()
     assert (s.w_q[0] - s.w_q[1]).abs().max() > 0.1 and (s.w_q[:, :D] - s.w_v[:, D:]).abs().max() > 0.1
-    assert s.b_gate.tolist() == [[0, 5], [0, 6], [0, 7], [0, 8]] and (s.w_gate == 0).all()
+    assert (s.w_gate == 0).all() and (s.b_gate[:, 0] == 0).all()
+    odds = s.b_gate[:, 1].exp() / W  # of remembering a token against forgetting it, f / (1 - f), in windows
+    torch.testing.assert_close(odds, torch.tensor([-1.0, 0.0, 1.0, 2.0]).exp(), atol=0, rtol=1e-5)
 
 
 def test_start_depends_on_seed_and_layer_only():
