@@ -8,6 +8,7 @@
     python bench.py oracle          what future attention itself, as the score, keeps right on the base: is the task one
                                     that a budget can hold, and which target is the better teacher
     python bench.py attention       time and memory of sparse attention against dense, from scores to gradients
+    python bench.py decode          time, bytes and memory of a decode step at each length, dense and with a budget
 
 Each JSON holds name, command, commit, date, device, torch and rows; the tables of the README are made from these files.
 Losing rows stay in. What a row means stands beside the function that makes it.
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from data import speed
+from data import speed, speed_decode
 from data.batches import collate_problems, response_mask
 from data.figures import draw_accuracy, draw_recall, draw_retention
 from data.tokenizer import EOT, decode
@@ -610,7 +611,8 @@ def parse_args(argv):
     add("--problems", "validation problems, half of each family", 16, type=int)
     add("--budgets", "to try", [256, 512], nargs="*", type=int)
     add("--powers", "of the mean over future queries in the target", [1.0, 2.0], nargs="*", type=float)
-    speed.register(names, speed.Results(write_results, earlier_rows, print_table))
+    for bench in (speed, speed_decode):
+        bench.register(names, speed.Results(write_results, earlier_rows, print_table))
     return parser.parse_args(argv)
 
 

@@ -160,8 +160,8 @@ def trace_scores(folder, n_rows, length, device):
 
 
 def policy_scores(policy, B, H_kv, T, device, folder=SHIPPED / "kvpop"):
-    """-> scores (B, H_kv, T), log_gamma (H_kv,) or None. random: normal numbers; decay: the same with a decay; kvpop: of
-    the shipped scorer, heads taken evenly from all its layers; streaming: all equal."""
+    """-> scores (B, H_kv, T), log_gamma (H_kv,) or None. random: normal numbers; decay: the same with a decay; kvpop:
+    of the shipped scorer, heads taken evenly from all its layers; streaming: all equal."""
     if policy == "kvpop":
         scores, log_gamma = trace_scores(str(folder), B, T, device)
         pick = torch.arange(H_kv, device=device) * scores.shape[1] // H_kv
@@ -360,8 +360,8 @@ def draw_attention(path, rows):
         ax.grid(color="0.9")
         ax.legend(fontsize=8)
     r = mine[0]
-    fig.suptitle(f"Attention, scores {policy}, batch {r['batch']}, {r['n_head']} query and {r['n_kv_head']} KV heads of "
-                 f"{r['head_dim']}" + (": reduced, on a CPU, compares nothing" if r["reduced"] else ""), fontsize=10)
+    fig.suptitle(f"Attention, scores {policy}, batch {r['batch']}, {r['n_head']} query and {r['n_kv_head']} KV heads "
+                 f"of {r['head_dim']}" + (": reduced, on a CPU, compares nothing" if r["reduced"] else ""), fontsize=10)
     fig.savefig(path, dpi=110)
     plt.close(fig)
 
