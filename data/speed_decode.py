@@ -114,6 +114,7 @@ class DenseCache:
     of position T - 1 is exact and needs no mask, which leaves SDPA its fastest kernel; earlier steps are not meant.
 
     k_cache, v_cache  (n_layer, B, H_kv, T, D)"""
+    seen, full = 0, True  # what decode.make_step asks: there is one step only
 
     def __init__(self, config, T, batch, device, dtype):
         shape = (config.n_layer, batch, config.n_kv_head, T, config.head_dim)
@@ -185,6 +186,7 @@ class RaggedCache:
     flat_k, flat_v  (B, total, D)  head by head, layer by layer, without gaps: a layer's part begins at start[layer, 0]
     how: "flex" (one FlexAttention call a layer: all H query heads against the layer's part, each seeing its own KV
     head's entries) or "heads" (an SDPA call for each KV head, on a view of exactly its entries)."""
+    seen, full = 0, True
 
     def __init__(self, config, lengths, batch, device, dtype, how):
         self.how, self.lengths, self.group, H = how, lengths.tolist(), config.group_size, config.n_head
@@ -242,6 +244,12 @@ class RaggedCache:
         return dict(cache=2 * len(self.flat_k) * row, bookkeeping=0, state=0)
 
 
+def at_position(cache, q):
+    """The next step of all rows is that of position q."""
+    cache.input_pos.fill_(q)
+    cache.seen = q
+
+
 def fill_as_if(cache, T, generator):
     """Bring a slot cache into a state that it can have after T - 1 tokens, in place; keys, values and priorities are
     random. The newest `window` tokens and the sinks lie where they would if nothing had moved, between them evenly
@@ -254,7 +262,7 @@ def fill_as_if(cache, T, generator):
     middle = held - recent - first
     old = first + (torch.arange(middle, device=device) * (seen - recent - first)) // max(1, middle)
     position = torch.cat((torch.arange(first, device=device), old, torch.arange(seen - recent, seen, device=device)))
-    cache.input_pos.fill_(seen)
+    at_position(cache, seen)
     for layer in cache.layers:
         layer.reset()
         for tensor in (layer.k_cache, layer.v_cache):
@@ -319,7 +327,7 @@ def step_row(row, model, cache, advance, bandwidth, scorers, device):
     config, itemsize = model.config, model.model.embed_tokens.weight.element_size()
     ids = torch.ones_like(cache.input_pos)
     fill(cache, row["T"], device)
-    ms = median_ms(lambda: advance(ids), device, repeats=50, before=lambda: cache.input_pos.fill_(row["T"] - 1))
+    ms = median_ms(lambda: advance(ids), device, repeats=50, before=lambda: at_position(cache, row["T"] - 1))
     moved = step_bytes(config, itemsize, cache, scorers)
     row.update(ms_per_token=ms, tokens_per_s=1e3 * row["batch"] / ms, bytes_per_step=moved,
                copy_bandwidth_share=moved / (1e-3 * ms) / bandwidth, cache_gib=sum(cache.nbytes().values()) / 2**30)
@@ -358,13 +366,13 @@ def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtyp
                 with sdpa_kernel(backend) if backend else contextlib.nullcontext():
                     if advance is None:
                         fill(cache, T, device)
-                        cache.input_pos.fill_(T - 3 if T > 3 else 0)  # the warm-up and the capture take three steps
+                        at_position(cache, max(0, T - 3))  # capturing takes two steps
                         advance = make_step(model, cache, args.graph)
                     step_row(trial, model, cache, advance, bandwidth, scorers, device)
                     if device == "cuda":
                         trial["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
                     fill(cache, T, device)
-                    cache.input_pos.fill_(T - 2)
+                    at_position(cache, T - 2)  # two steps
                     trial["kernels_per_layer"] = kernels_per_layer(model, torch.ones_like(cache.input_pos), cache)
                 kept = (cache, advance) if policy in CONSTANT else None
                 if batch == min(args.batches) and 1 < T <= args.prefill // batch and (
@@ -453,10 +461,10 @@ def decode(args, results):
     of up to 50 steps between CUDA events), tokens_per_s (of the whole batch), bytes_per_step (weights, keys and values,
     priority and position, scorer weights, twice the scorer's state), copy_bandwidth_share (bytes_per_step / time over
     the bandwidth of a large copy), peak_gib (weights, cache, all else), cache_gib (the cache's tensors alone),
-    prefill_ms and prefill_peak_gib (a prompt of T - 1 tokens; smallest batch, up to --prefill tokens), kernels_per_layer
-    (all kernels of a step / layers), kernel (the variant that was fastest), others_ms (of the other variants, or why
-    not), graph, reduced, oom. On a CPU the shape is cut to two narrow layers, lengths and batches too: such a run
-    compares nothing. Rows that the file has already are kept, so an interrupted run goes on.
+    prefill_ms and prefill_peak_gib (a prompt of T - 1 tokens; smallest batch, up to --prefill tokens),
+    kernels_per_layer (all kernels of a step / layers), kernel (the variant that was fastest), others_ms (of the other
+    variants, or why not), graph, reduced, oom. On a CPU the shape is cut to two narrow layers, lengths and batches too:
+    such a run compares nothing. Rows that the file has already are kept, so an interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype or ("bfloat16" if device == "cuda" else "float32"))

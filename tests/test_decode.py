@@ -582,3 +582,31 @@ def test_generation_in_bf16_on_a_gpu():
     assert [len(t) for t in out.tokens] == [40] * 3 and out.tokens == again.tokens
     assert out.cache.peak_entries() == N and out.cache.layers[0].k_cache.dtype == torch.bfloat16
     assert all(t.isfinite().all() and t.dtype == torch.float32 for t in out.cache.layers[0].state.values())
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "random"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_full_cache_needs_no_mask(policy, dtype, monkeypatch):
+    """Once every row has filled its slots attention gets no mask, not a step earlier, and the logits keep their bits."""
+    model, masks, attend = make_model(torch.float32).to(dtype), [], decode.F.scaled_dot_product_attention
+    scorers, idx, lengths = make_scorers(policy, model).float(), tokens(N + 30, 2), torch.tensor([5, N - 8])
+    plain, masked = (KVCache(model.config, make_spec(policy), 2, scorers, dtype=dtype) for _ in range(2))
+    for cache in (plain, masked):
+        prefill(model, idx[:, :N - 8], lengths, cache)
+        assert cache.seen == 5  # of the shorter row
+
+    def watch(*qkv, attn_mask=None):
+        masks.append(attn_mask is not None)
+        return attend(*qkv, attn_mask=attn_mask)
+    monkeypatch.setattr(decode.F, "scaled_dot_product_attention", watch)
+    for q in range(5, N + 20):  # of the shorter row
+        ids = idx[:, q]
+        logits = step(model, ids, plain)
+        assert masks == [q < N - 1] * 2
+        assert all(bool((layer.position >= 0).all()) == (q >= N - 1) for layer in plain.layers)
+        masked.seen = 0  # never sure
+        assert torch.equal(logits, step(model, ids, masked))
+        masks.clear()
+    assert plain.seen == plain.input_pos.min() == N + 20
+    plain.reset()
+    assert plain.seen == 0 and not plain.full
