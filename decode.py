@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from data.figures import draw_kept
-from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, labels, open_prompts, sampling, say,
-                          stop_ids, summary, tokenizer_of, verdict)
+from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, labels, open_prompts, resolve_device,
+                          sampling, say, stop_ids, summary, tokenizer_of, verdict)
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
 from model import ModelConfig, Transformer, load_model, read_json, resolve_checkpoint
 from scorer import LEARNED, POLICIES, check_policy, check_window, geometry, load_scorers, make_scorers, state_entries
@@ -135,11 +135,10 @@ class LayerCache:
         self.position.index_put_((b, h, slot), input_pos[:, None].int())
         self.ring.index_put_((b, h, entry), slot.int())
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, group_size, D): a group's heads as its queries
-        live = None if full and not self.dynamic else self.position >= 0  # (B, H_kv, N): all true from q = N - 1 on
+        live = self.position >= 0  # (B, H_kv, N): all true from q = N - 1 on
         if not self.dynamic:  # with a mask, even of True alone, SDPA may not take its fastest kernels
-            out = F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache,
-                                                 attn_mask=None if full else live[:, :, None])
-            return out.reshape(q.shape)
+            mask = None if full else live[:, :, None]
+            return F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=mask).reshape(q.shape)
         with torch.autocast(q.device.type, enabled=False):  # the same attention, but with its probabilities
             logits = grouped.to(self.wide) @ self.k_cache.to(self.wide).mT * k.shape[-1] ** -0.5
             probs = logits.masked_fill(~live[:, :, None], -math.inf).softmax(-1)  # (B, H_kv, group_size, N)
@@ -157,8 +156,8 @@ class LayerCache:
 
 
 class KVCache:
-    """All layers, `input_pos` (B,) int64, the position of each row's next token, and `seen`, on the host: no row is at
-    a smaller one.
+    """All layers; `input_pos` (B,) int64, the position of each row's next token; `seen`, an int: no row's is smaller;
+    `compiled`: `step` runs blocks through torch.compile, which leaves a GPU fewer kernels.
     spec: CacheSpec. scorers: one per layer, or None for the dense policy with `dense_spec`. Memory for any length:
     n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state."""
 
@@ -167,7 +166,8 @@ class KVCache:
             raise ValueError("a cache without scorers cannot select: give one scorer per layer, or dense_spec(limit)")
         if scorers is not None:
             check_scorers(scorers, config, spec)
-        self.spec, self.seen, self.input_pos = spec, 0, torch.zeros(batch, dtype=torch.int64, device=device)
+        self.spec, self.seen, self.compiled = spec, 0, False
+        self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
         self.layers = [LayerCache(config, spec, batch, None if scorers is None else scorers[i], device, dtype)
                        for i in range(config.n_layer)]
 
@@ -191,13 +191,15 @@ class KVCache:
                 check_prompts(layer.scorer.name, self.spec, int(lengths.max()))
                 layer.state["prompt"].copy_(lengths)
 
+    def run(self, block, x, cos, sin, attend, layer):  # the model's, in place of calling the block
+        return compiled_block_step(block, self.layers[layer], x, cos, sin, self.input_pos, self.full)
+
     def attend(self, layer, q, k, v):  # the model's while decoding
         return self.layers[layer].step(q, k, v, self.input_pos, self.full)
 
     @property
     def full(self):
-        """Whether the next step leaves every slot filled, as far as the host knows. A dense cache is full at its end
-        alone, and a dynamic policy needs to know which slots are; for them always False."""
+        """Whether the host knows that the next step leaves every slot filled. Dense and dynamic policies: never."""
         scorer = self.layers[0].scorer
         return scorer is not None and not scorer.dynamic and self.seen >= self.spec.n_slots - 1
 
@@ -269,10 +271,18 @@ def prefill(model: Transformer, idx, lengths, cache: KVCache):
     return model.unembed(hidden[torch.arange(len(lengths), device=idx.device), lengths - 1])
 
 
+def block_step(block, slots, x, cos, sin, input_pos, full):
+    """A block of `step`. It is given weights and slots, not a layer's number: one compile serves all layers."""
+    return block(x, cos, sin, lambda layer, q, k, v: slots.step(q, k, v, input_pos, full), None)
+
+
+compiled_block_step = torch.compile(block_step, dynamic=False, fullgraph=True)
+
+
 @torch.no_grad()
 def step(model: Transformer, idx, cache: KVCache):
     """One token per row: idx (B,) int64 -> logits (B, V). In place on the cache, without a wait for the device."""
-    hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None])  # (B, 1, C)
+    hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None], cache.run if cache.compiled else None)
     cache.input_pos.add_(1)
     cache.seen += 1
     return model.unembed(hidden[:, 0])
@@ -536,15 +546,6 @@ def resolve_spec(args, settings, policy, config, limit):
         say("warning: n_sink 0 evicts the attention sinks; most models break down beyond the budget")
     most = max(limit, spec.n_sink + spec.window) + spec.state_entries  # no token would reach more slots
     return replace(spec, budget=min(spec.budget, most))
-
-
-def resolve_device(args):
-    """-> torch device and dtype; bf16 on CUDA and fp32 on CPU unless asked otherwise."""
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if name != "cpu" and (kind != "cuda" or (index or "0") not in map(str, range(torch.cuda.device_count()))):
-        raise ValueError(f"--device {name!r} is not here: use cpu, or cuda:N with N < {torch.cuda.device_count()}")
-    return torch.device(name), getattr(torch, args.dtype or ("bfloat16" if kind == "cuda" else "float32"))
 
 
 def parse_args(argv):

@@ -1,7 +1,8 @@
 """What decode.py is asked and what it answers, as text: prompts, the turns of a chat, tokens as they come, verdicts.
 
 - `add_flags` -> `tokenizer_of` -> `open_prompts`: from the command line to the ids of one prompt after another;
-- `sampling`, `stop_ids`: how to sample and when to stop, from the flags and the files of a checkpoint;
+- `sampling`, `stop_ids`, `resolve_device`: how to sample, when to stop and where to run, from the flags and the files
+  of a checkpoint;
 - `Writer`: tokens to stdout as they come; `summary`: what they cost; `verdict`: a generated problem, judged; `labels`:
   tokens for a picture.
 
@@ -12,6 +13,8 @@ import json
 import math
 import sys
 from pathlib import Path
+
+import torch
 
 from data.chat import Conversation, chat_style, encode_chat, end_ids, sampling_defaults
 from data.tokenizer import EOT, ByteTokenizer, StreamDecoder, decode, load_tokenizer
@@ -169,6 +172,15 @@ def labels(tokenizer, ids):
         text = "".join(c if c.isprintable() and c < "\u0500" or c in "\u21b5\u2423" else "\u25a1" for c in text)
         return (text if len(text) <= width else text[:width - 1] + "\u2026" * (width > 1)).replace("$", r"\$")
     return [short(token) for token in ids], columns
+
+
+def resolve_device(args):
+    """-> torch device and dtype; bf16 on CUDA and fp32 on CPU unless asked otherwise."""
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or (index or "0") not in map(str, range(torch.cuda.device_count()))):
+        raise ValueError(f"--device {name!r} is not here: use cpu, or cuda:N with N < {torch.cuda.device_count()}")
+    return torch.device(name), getattr(torch, args.dtype or ("bfloat16" if kind == "cuda" else "float32"))
 
 
 def summary(result, policy, config, spent):

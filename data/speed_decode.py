@@ -7,7 +7,7 @@ What this file holds:
   RaggedCache                  DMS as it would be served: heads of unequal lengths in one flat buffer a layer
   fill_as_if                   a slot cache in the state that it has after T tokens, without decoding T tokens
   decode                       the benchmark; `register` gives it to bench.py
-There is no second decoder: every cache has decode.KVCache's `attend` and `input_pos`, and decode.make_step steps it, as
+There is no second decoder: every cache is a decode.KVCache with layers of its own, and decode.make_step steps it, as
 one CUDA graph on a GPU. For the slot policies that is the very step that `generate` replays.
 
 Letters: B batch, T tokens, H query heads, H_kv KV heads, G = H / H_kv, D head_dim, N slots. T is the number of
@@ -15,6 +15,7 @@ positions that the timed step sees: it is the step of position T - 1.
 """
 import argparse
 import contextlib
+import functools
 import math
 from pathlib import Path
 
@@ -109,30 +110,36 @@ def cost_card(config, itemsize, budgets, lengths, batches, bandwidth, n_sink, wi
 
 # ---------------------------------------------------------------------------------------------------------- The caches
 
-class DenseCache:
-    """A plain static cache of T slots, slot = position, no priorities. What is attended to is all T slots, so the step
-    of position T - 1 is exact and needs no mask, which leaves SDPA its fastest kernel; earlier steps are not meant.
-
-    k_cache, v_cache  (n_layer, B, H_kv, T, D)"""
-    seen, full = 0, True  # what decode.make_step asks: there is one step only
+class DenseLayer:
+    """k_cache, v_cache (B, H_kv, T, D), slot = position."""
 
     def __init__(self, config, T, batch, device, dtype):
-        shape = (config.n_layer, batch, config.n_kv_head, T, config.head_dim)
+        shape = (batch, config.n_kv_head, T, config.head_dim)
         self.k_cache, self.v_cache = (torch.empty(shape, device=device, dtype=dtype) for _ in "kv")
-        self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
         self.b = torch.arange(batch, device=device)[:, None]  # (B, 1)
         self.h = torch.arange(config.n_kv_head, device=device)[None]  # (1, H_kv)
 
-    def attend(self, layer, q, k, v):
-        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            cache.index_put_((self.b, self.h, self.input_pos[:, None]), new.squeeze(2))
+    def step(self, q, k, v, input_pos, full=True):
+        """q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D)."""
+        for cache, new in ((self.k_cache, k), (self.v_cache, v)):
+            cache.index_put_((self.b, self.h, input_pos[:, None]), new.squeeze(2))
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, G, D): a group's heads as its queries
-        return F.scaled_dot_product_attention(grouped, k_cache, v_cache).reshape(q.shape)
+        return F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache).reshape(q.shape)
+
+
+class DenseCache(KVCache):
+    """A plain static cache of T slots, no priorities. What is attended to is all T slots, so the step of position T - 1
+    is exact and needs no mask, which leaves SDPA its fastest kernel; earlier steps are not meant."""
+    full = True  # decode.make_step: there is one step only
+
+    def __init__(self, config, T, batch, device, dtype):
+        self.seen, self.compiled = 0, False
+        self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.layers = [DenseLayer(config, T, batch, device, dtype) for _ in range(config.n_layer)]
 
     def attend_prompt(self, layer, q, k, v):
-        T = k.shape[2]
-        self.k_cache[layer, :, :, :T], self.v_cache[layer, :, :, :T] = k, v
+        for cache, new in ((self.layers[layer].k_cache, k), (self.layers[layer].v_cache, v)):
+            cache[:, :, :k.shape[2]] = new
         return causal_attend(layer, q, k, v)
 
     @torch.no_grad()
@@ -142,12 +149,12 @@ class DenseCache:
         return model.unembed(model(idx, self.attend_prompt)[:, -1])
 
     def fill_as_if(self, T, generator):
-        for cache in (self.k_cache, self.v_cache):
-            for layer in cache:  # one at a time: normal_ of bf16 takes no scratch, but a graph may hold the rest
-                layer.normal_(generator=generator)
+        for layer in self.layers:
+            layer.k_cache.normal_(generator=generator)
+            layer.v_cache.normal_(generator=generator)
 
     def nbytes(self):
-        return dict(cache=self.k_cache.nbytes + self.v_cache.nbytes, bookkeeping=0, state=0)
+        return dict(cache=sum(x.k_cache.nbytes + x.v_cache.nbytes for x in self.layers), bookkeeping=0, state=0)
 
 
 def ragged_lengths(n_layer, n_kv_head, T, budget, near, seed=0):
@@ -179,60 +186,72 @@ def ragged_lengths(n_layer, n_kv_head, T, budget, near, seed=0):
     return (near + extra.long()).view(n_layer, n_kv_head)
 
 
-class RaggedCache:
-    """Heads of unequal lengths (n_layer, H_kv), the same in each row. The newest token goes to a head's last entry, as
-    where the oldest of its window is overwritten. The gate of DMS, a linear map, is left out: in its favour.
+class RaggedLayer:
+    """The part of the flat buffers that belongs to one layer.
 
-    flat_k, flat_v  (B, total, D)  head by head, layer by layer, without gaps: a layer's part begins at start[layer, 0]
-    how: "flex" (one FlexAttention call a layer: all H query heads against the layer's part, each seeing its own KV
-    head's entries) or "heads" (an SDPA call for each KV head, on a view of exactly its entries)."""
-    seen, full = 0, True
+    k, v    (B, view, D)  views that begin with the layer's first entry and may reach into the next layers' parts
+    spans   a slice of k and v for each KV head
+    newest  (1, H_kv) int64, its last entry
+    mask    the BlockMask that lists the layer's own tiles; None: an SDPA call for each head"""
 
-    def __init__(self, config, lengths, batch, device, dtype, how):
-        self.how, self.lengths, self.group, H = how, lengths.tolist(), config.group_size, config.n_head
-        ends = lengths.flatten().cumsum(0).view_as(lengths)
-        self.start, totals = (ends - lengths).tolist(), lengths.sum(1).tolist()
-        # powers of two, so few compiles: a view reaches into the next layers' parts, whose tiles are not listed
-        views = [max(TILE, 1 << (total - 1).bit_length()) for total in totals]
-        self.total = int(ends[-1, -1])
-        room = max(self.start[i][0] + n for i, n in enumerate(views)) if how == "flex" else self.total
-        self.flat_k, self.flat_v = (torch.zeros(batch, room, config.head_dim, device=device, dtype=dtype) for _ in "kv")
-        self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.b, self.newest = torch.arange(batch, device=device)[:, None], (ends - 1).to(device)
-        self.masks = []
-        for layer, n in enumerate(views if how == "flex" else []):
-            owner = torch.full((n,), -1, dtype=torch.int32)  # KV head of each entry; -1: of another layer
-            owner[:totals[layer]] = torch.arange(config.n_kv_head, dtype=torch.int32).repeat_interleave(lengths[layer])
-            self.masks.append(self.block_mask(owner.to(device), H, totals[layer]))
+    def __init__(self, k, v, lengths, n_head, flex):
+        H_kv, total, device = len(lengths), int(lengths.sum()), k.device
+        ends = lengths.cumsum(0)
+        self.k, self.v, self.group, self.mask = k, v, n_head // H_kv, None
+        self.spans = [slice(end - n, end) for end, n in zip(ends.tolist(), lengths.tolist())]
+        self.newest, self.b = (ends - 1)[None].to(device), torch.arange(len(k), device=device)[:, None]
+        if flex:
+            owner = torch.full((k.shape[1],), -1, dtype=torch.int32)  # KV head of each entry; -1: of another layer
+            owner[:total] = torch.arange(H_kv, dtype=torch.int32).repeat_interleave(lengths)
+            self.mask = self.block_mask(owner.to(device), n_head, total)
 
-    def block_mask(self, owner, H, total):
-        group, n_tiles = self.group, len(owner) // TILE
-        listed = torch.arange(n_tiles, dtype=torch.int32, device=owner.device).view(1, 1, 1, -1)
-        count = torch.full((1, 1, 1), -(-total // TILE), dtype=torch.int32, device=owner.device)
+    def block_mask(self, owner, n_head, total):
+        group, n_tiles, device = self.group, -(-len(owner) // TILE), owner.device
+        listed = torch.arange(n_tiles, dtype=torch.int32, device=device).view(1, 1, 1, -1)
+        count = torch.full((1, 1, 1), -(-total // TILE), dtype=torch.int32, device=device)
 
         def mask_mod(b, h, q_idx, kv_idx):
             return owner[kv_idx] == q_idx // group
-        return BlockMask((H, len(owner)), count, listed, None, None, None, None, None, None, BLOCK_SIZE=(TILE, TILE),
-                         mask_mod=mask_mod)
+        return BlockMask((n_head, len(owner)), count, listed, None, None, None, None, None, None,
+                         BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod)
 
-    def attend(self, layer, q, k, v):
-        B, H, _, D = q.shape
-        for flat, new in ((self.flat_k, k), (self.flat_v, v)):
-            flat.index_put_((self.b, self.newest[layer][None]), new.squeeze(2))
-        if self.how == "flex":
-            begin, mask = self.start[layer][0], self.masks[layer]
-            part_k, part_v = (x[:, None, begin:begin + mask.seq_lengths[1]] for x in (self.flat_k, self.flat_v))
+    def step(self, q, k, v, input_pos, full=True):
+        """q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D)."""
+        for flat, new in ((self.k, k), (self.v, v)):
+            flat.index_put_((self.b, self.newest), new.squeeze(2))
+        if self.mask is not None:
             heads = q.transpose(1, 2)  # (B, 1, H, D): the query heads as the queries of one head
             if flex_masks.has_kernel(q):
-                out = flex_masks.compiled_flex_attention(heads, part_k, part_v, block_mask=mask)
+                attend = functools.partial(flex_masks.compiled_flex_attention, block_mask=self.mask)
             else:
-                out = flex_masks.dense_reference(heads, part_k, part_v, mask.mask_mod)[0]
-            return out.transpose(1, 2)
-        outs = []
-        for i, part in enumerate(q.reshape(B, -1, self.group, D).split(1, dim=1)):  # (B, 1, G, D)
-            span = slice(self.start[layer][i], self.start[layer][i] + self.lengths[layer][i])
-            outs.append(F.scaled_dot_product_attention(part, self.flat_k[:, None, span], self.flat_v[:, None, span]))
+                attend = lambda *qkv: flex_masks.dense_reference(*qkv, self.mask.mask_mod)[0]  # noqa: E731
+            return attend(heads, self.k[:, None], self.v[:, None]).transpose(1, 2)
+        parts = q.reshape(len(q), -1, self.group, q.shape[-1]).split(1, dim=1)  # (B, 1, G, D) a KV head
+        outs = [F.scaled_dot_product_attention(part, self.k[:, None, span], self.v[:, None, span])
+                for part, span in zip(parts, self.spans)]
         return torch.cat(outs, dim=1).reshape(q.shape)
+
+
+class RaggedCache(KVCache):
+    """Heads of unequal lengths (n_layer, H_kv), the same in each row. The newest token goes to a head's last entry, as
+    where the oldest of its window is overwritten. The gate of DMS, a linear map, is left out: in its favour.
+
+    flat_k, flat_v  (B, total, D)  head by head, layer by layer, without gaps
+    how: "flex" (one FlexAttention call a layer: all H query heads against the layer's part, each seeing its own KV
+    head's entries) or "heads" (an SDPA call for each KV head, on a view of exactly its entries)."""
+    full = True
+
+    def __init__(self, config, lengths, batch, device, dtype, how):
+        self.seen, self.compiled = 0, False
+        self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
+        totals = lengths.sum(1)
+        begins, self.total = (totals.cumsum(0) - totals).tolist(), int(totals.sum())
+        # flex: powers of two, so few compiles; the tiles beyond a layer's own are not listed
+        views = [max(TILE, 1 << (n - 1).bit_length()) if how == "flex" else n for n in totals.tolist()]
+        room = max(begin + n for begin, n in zip(begins, views))
+        self.flat_k, self.flat_v = (torch.zeros(batch, room, config.head_dim, device=device, dtype=dtype) for _ in "kv")
+        self.layers = [RaggedLayer(self.flat_k[:, begin:begin + n], self.flat_v[:, begin:begin + n], mine,
+                                   config.n_head, how == "flex") for begin, n, mine in zip(begins, views, lengths)]
 
     def fill_as_if(self, T, generator):
         for flat in (self.flat_k, self.flat_v):
@@ -290,7 +309,7 @@ def make_cache(policy, config, budget, T, batch, args, device, dtype, how=None, 
 
 def fill(cache, T, device):
     generator = torch.Generator(device).manual_seed(T)
-    return fill_as_if(cache, T, generator) if isinstance(cache, KVCache) else cache.fill_as_if(T, generator)
+    return cache.fill_as_if(T, generator) if hasattr(cache, "fill_as_if") else fill_as_if(cache, T, generator)
 
 
 def step_bytes(config, itemsize, cache, scorers=None):
@@ -313,13 +332,15 @@ def kernels_per_layer(model, ids, cache):
 
 VARIANTS = {"dense": {"default": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
             "dms-ragged": {"flex": None, "heads": None}}
+# what --compile leaves of them: a compile takes long, and with "heads" each layer, of other lengths, needs one
+COMPILED = {"dense": {"flash": SDPBackend.FLASH_ATTENTION}, "dms-ragged": {"flex": None}}
 
 
 def new_row(policy, args, batch, budget, T, device):
     row = dict(policy=policy, shape=args.shape, batch=batch, budget=budget, T=T)
     row |= dict.fromkeys(("ms_per_token", "tokens_per_s", "bytes_per_step", "copy_bandwidth_share", "peak_gib",
                           "cache_gib", "prefill_ms", "prefill_peak_gib", "kernels_per_layer", "kernel", "others_ms"))
-    return row | dict(graph=device == "cuda" and args.graph, reduced=device != "cuda", oom=[])
+    return row | dict(graph=device == "cuda" and args.graph, compiled=args.compile, reduced=device != "cuda", oom=[])
 
 
 def step_row(row, model, cache, advance, bandwidth, scorers, device):
@@ -354,7 +375,9 @@ def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtyp
                                window=args.window).to(device)
     for T in lengths:
         row, times = new_row(policy, args, batch, budget, T, device), {}
-        for name, backend in VARIANTS.get(policy, {policy: None}).items():
+        if args.compile and kept is None:
+            torch._dynamo.reset()  # or the many shapes of a run reach its limit of recompiles
+        for name, backend in (COMPILED if args.compile else VARIANTS).get(policy, {policy: None}).items():
             trial = dict(row, oom=[])
 
             def run():
@@ -367,6 +390,7 @@ def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtyp
                     if advance is None:
                         fill(cache, T, device)
                         at_position(cache, max(0, T - 3))  # capturing takes two steps
+                        cache.compiled = args.compile
                         advance = make_step(model, cache, args.graph)
                     step_row(trial, model, cache, advance, bandwidth, scorers, device)
                     if device == "cuda":
@@ -376,7 +400,8 @@ def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtyp
                     trial["kernels_per_layer"] = kernels_per_layer(model, torch.ones_like(cache.input_pos), cache)
                 kept = (cache, advance) if policy in CONSTANT else None
                 if batch == min(args.batches) and 1 < T <= args.prefill // batch and (
-                        policy in CONSTANT or (policy, name) == ("dense", "default")):
+                        policy in CONSTANT or (policy, name) in (("dense", "default"), ("dense", "flash"))
+                        and row["prefill_ms"] is None):
                     prefill_row(trial, model, cache, device)
                 return True
             try:
@@ -463,8 +488,8 @@ def decode(args, results):
     the bandwidth of a large copy), peak_gib (weights, cache, all else), cache_gib (the cache's tensors alone),
     prefill_ms and prefill_peak_gib (a prompt of T - 1 tokens; smallest batch, up to --prefill tokens),
     kernels_per_layer (all kernels of a step / layers), kernel (the variant that was fastest), others_ms (of the other
-    variants, or why not), graph, reduced, oom. On a CPU the shape is cut to two narrow layers, lengths and batches too:
-    such a run compares nothing. Rows that the file has already are kept, so an interrupted run goes on.
+    variants, or why not), graph, compiled, reduced, oom. On a CPU the shape is cut to two narrow layers, lengths and
+    batches too: such a run compares nothing. Rows that the file has already are kept, so an interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
@@ -472,13 +497,16 @@ def decode(args, results):
         args.lengths, args.batches = sorted({min(T, 512) for T in args.lengths} | {128}), [1, 2]
         args.budgets, args.window, args.prefill = [128], min(args.window, 32), min(args.prefill, 512)
         print("no GPU: a reduced run, to show that it works; its times compare nothing")
+    if args.compile and device == "cpu":
+        raise ValueError("--compile needs a GPU: on a CPU a branch checks the scores for NaN, and it does not compile")
     if min(args.lengths) < 2 or min(args.batches) < 1:
         raise ValueError("--lengths must be 2 or more, --batches 1 or more")
     config = shape_of(args.shape, device == "cpu")
     for budget in args.budgets:
         for policy in args.policies:
             spec_of("kvpop" if policy == "kvpop" else "streaming", config, budget, args.n_sink, args.window)
-    itemsize, name = torch.empty((), dtype=dtype).element_size(), args.out or f"decode-{args.shape}"
+    itemsize = torch.empty((), dtype=dtype).element_size()
+    name = args.out or f"decode-{args.shape}" + "-compiled" * args.compile
     settings = dict(card=card(device), shape=args.shape, dtype=str(dtype)[6:], n_sink=args.n_sink, window=args.window)
     rows = results.earlier_rows(name, strict=True, **settings)
     bandwidth = copy_bandwidth(device)
@@ -529,5 +557,7 @@ def register(names, results):
         "--dtype": (None, "of weights and cache (default: float32 on CPU, bfloat16 on CUDA)",
                     dict(choices=["float32", "bfloat16"])),
         "--graph": (True, "on a GPU, replay steps as a CUDA graph", dict(action=argparse.BooleanOptionalAction)),
-        "--out": (None, "name of the JSON in assets/results (default: decode-SHAPE)", {}),
+        "--compile": (False, "run blocks through torch.compile, once a policy, batch and shape of cache",
+                      dict(action="store_true")),
+        "--out": (None, "name of the JSON in assets/results (default: decode-SHAPE, or decode-SHAPE-compiled)", {}),
         "--folder": ("assets", "for the picture", {})})

@@ -85,6 +85,7 @@ def test_ragged_attention_is_each_heads_own(how, batch):
     for layer in range(2):
         q, k, v = (torch.randn(batch, h, 1, 8, dtype=F64, generator=generator) for h in (6, 2, 2))
         out = cache.attend(layer, q, k, v)
+        assert (cache.layers[layer].mask is not None) == (how == "flex")
         for head in range(2):
             n = lengths[layer, head]
             keys, values = (flat[:, begin:begin + n].clone() for flat in (cache.flat_k, cache.flat_v))
@@ -159,7 +160,7 @@ def test_latency_integrates_step_times():
 
 ROW = {"policy", "shape", "batch", "budget", "T", "ms_per_token", "tokens_per_s", "bytes_per_step",
        "copy_bandwidth_share", "peak_gib", "cache_gib", "prefill_ms", "prefill_peak_gib", "kernels_per_layer", "kernel",
-       "others_ms", "graph", "reduced", "oom"}
+       "others_ms", "graph", "compiled", "reduced", "oom"}
 
 
 def test_reduced_run(tmp_path, monkeypatch, capsys):
@@ -192,6 +193,7 @@ def test_reduced_run(tmp_path, monkeypatch, capsys):
         elif r["policy"] == "dms-ragged":
             entries = min(r["T"], 128)
             assert r["kernel"] in ("flex", "heads") and len(r["others_ms"]) == 1
+            assert all(ms > r["ms_per_token"] for ms in r["others_ms"].values())  # both ran
         else:
             continue
         tokens = r["batch"] * entries * cost["kv_bytes_per_token"]
@@ -202,7 +204,7 @@ def test_reduced_run(tmp_path, monkeypatch, capsys):
             constant[r["policy"], r["batch"]].add((r["bytes_per_step"], r["cache_gib"]))
     assert all(len(sizes) == 1 for sizes in constant.values())
     assert bench.main([*command, "dense", "--n-sink", "1"]) == 2  # other settings do not overwrite
-    assert bench.main(["decode", "--lengths", "1"]) == 2
+    assert bench.main(["decode", "--lengths", "1"]) == bench.main(["decode", "--compile"]) == 2
 
 
 def test_out_of_memory_leaves_a_row(monkeypatch):
