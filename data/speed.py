@@ -230,6 +230,14 @@ def dense_times(q, k, v, device, backward):
     return best
 
 
+@torch.no_grad()
+def causal_flex_ms(q, k, v, device):
+    """FlexAttention, causal, in time order: what the same kernel takes when it may skip nothing."""
+    everything = flex_masks.keep_everything(len(q), 1, q.shape[2], device)
+    mask = flex_masks.evict_at_block_mask(everything)
+    return median_ms(lambda: flex_masks.attention(q, k, v, everything, block_mask=mask), device)
+
+
 class Inputs:
     """The tensors of one row and the calls that are timed. options: kernel options, of `attention` and of the
     transposed pass."""
@@ -269,8 +277,9 @@ class Inputs:
                               self.options["transposed"] or None)
 
 
-def attention_row(policy, T, budget, args, device, options):
-    """One row, see `attention`. None where a figure does not exist; where memory ran out, `oom` names it too."""
+def attention_row(policy, T, budget, args, device, options, dense):
+    """One row, see `attention`. None where a figure does not exist; where memory ran out, `oom` names it too. dense:
+    T -> the figures of dense attention, which depend on no policy and budget; what it lacks is measured and added."""
     row = dict(policy=policy, T=T, budget=budget, batch=args.batch, n_head=args.n_head, n_kv_head=args.n_kv_head,
                head_dim=args.head_dim)
     row |= dict.fromkeys(("tiles_kept", "tiles_full", "tiles_ideal", "plan_ms", "fwd_ms", "fwd_bwd_ms", "dense_backend",
@@ -295,22 +304,20 @@ def attention_row(policy, T, budget, args, device, options):
         row["tiles_ideal"] = tiles_ideal(evict_at)
         measure("fwd_ms", lambda: median_ms(x.forward, device))
         measure("fwd_bwd_ms", lambda: median_ms(x.forward_backward, device))
-    row["dense_fwd_ms"], row["dense_backend"] = dense_times(x.q, x.k, x.v, device, backward=False)
-    row["dense_fwd_bwd_ms"], backend = dense_times(x.q, x.k, x.v, device, backward=True)
-    if backend != row["dense_backend"]:
-        row["dense_backend"] = f"{row['dense_backend']}, {backend}"
+    if T not in dense:
+        fwd, backend = dense_times(x.q, x.k, x.v, device, backward=False)
+        both, another = dense_times(x.q, x.k, x.v, device, backward=True)
+        dense[T] = dict(dense_fwd_ms=fwd, dense_fwd_bwd_ms=both, oom=[], causal_flex_fwd_ms=None,
+                        dense_backend=backend if backend == another else f"{backend}, {another}")
+        if device == "cuda":
+            guarded(dense[T], "causal_flex_fwd_ms", lambda: causal_flex_ms(x.q, x.k, x.v, device), device)
+    row |= {**dense[T], "oom": row["oom"] + dense[T]["oom"]}
     for name in ("fwd", "fwd_bwd"):
         if row[f"{name}_ms"] and row[f"dense_{name}_ms"]:
             row[f"ratio_{name}"] = row[f"{name}_ms"] / row[f"dense_{name}_ms"]
     if row["fwd_ms"] and T > args.window:
         lse = x.forward()[1]
         measure("transposed_ms", lambda: median_ms(lambda: x.transposed(lse, evict_at), device))
-    if device == "cuda":
-        everything = flex_masks.keep_everything(args.batch, 1, T, device)
-        mask = flex_masks.evict_at_block_mask(everything)
-        with torch.no_grad():
-            measure("causal_flex_fwd_ms", lambda: median_ms(
-                lambda: flex_masks.attention(x.q, x.k, x.v, everything, block_mask=mask), device))
     return row
 
 
@@ -397,13 +404,14 @@ def attention(args, results):
     if args.tune:
         options, trials = tune_options(args.lengths[0], args.budgets[0], args, device, options)
         print(f"kernel options kept: {options}")
-    extra = dict(settings, kernel_options=options, tuning=trials)
+    extra, dense = dict(settings, kernel_options=options, tuning=trials), {}
     for policy in args.policies:
         for T in args.lengths:
             for budget in args.budgets:
                 if any((r["policy"], r["T"], r["budget"]) == (policy, T, budget) for r in rows):
                     continue
-                rows.append(dict(attention_row(policy, T, budget, args, device, options), kernel_options=options))
+                row = attention_row(policy, T, budget, args, device, options, dense)
+                rows.append(dict(row, kernel_options=options))
                 release(device)
                 results.write_results(args.out, rows, device, **extra)
                 print(f"{policy}, T {T}, budget {budget}: forward {rows[-1]['fwd_ms'] or -1:.2f} ms, dense "

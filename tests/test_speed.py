@@ -105,7 +105,7 @@ def test_out_of_memory_leaves_a_row(monkeypatch):
     def fail(self):
         raise torch.OutOfMemoryError
     monkeypatch.setattr(speed.Inputs, "forward_backward", fail)
-    row = speed.attention_row("random", 512, 128, args, "cpu", dict(attention={}, transposed={}))
+    row = speed.attention_row("random", 512, 128, args, "cpu", dict(attention={}, transposed={}), {})
     assert row["oom"] == ["fwd_bwd_ms"] and row["fwd_bwd_ms"] is None and row["ratio_fwd_bwd"] is None
     assert row["fwd_ms"] > 0 and row["dense_fwd_bwd_ms"] > 0
 
