@@ -611,8 +611,8 @@ def parse_args(argv):
     add("--problems", "validation problems, half of each family", 16, type=int)
     add("--budgets", "to try", [256, 512], nargs="*", type=int)
     add("--powers", "of the mean over future queries in the target", [1.0, 2.0], nargs="*", type=float)
-    for bench in (speed, speed_decode):
-        bench.register(names, speed.Results(write_results, earlier_rows, print_table))
+    for part in (speed, speed_decode):
+        part.register(names, speed.Results(write_results, earlier_rows, print_table))
     return parser.parse_args(argv)
 
 

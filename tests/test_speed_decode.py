@@ -221,3 +221,23 @@ def test_out_of_memory_leaves_a_row(monkeypatch):
         rows = speed.measure("dense", model, 1, None, [64, 128], args, 1e9, "cpu", torch.float32)
     assert [r["oom"] for r in rows] == [[], ["step"]]
     assert rows[0]["ms_per_token"] > 0 and rows[1]["ms_per_token"] is None and rows[1]["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize("policy, compiles", [("dense", 1), ("kvpop", 2), ("dms-ragged", 1)])
+def test_compiled_blocks_serve_all_layers(policy, compiles, monkeypatch):
+    """--compile with a backend that runs what was traced: measured without a variant failing, one trace a shape of the
+    cache and not one a layer."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(decode, "compiled_block_step", torch.compile(decode.block_step, backend=counter, fullgraph=True,
+                                                                     dynamic=False))
+    monkeypatch.setattr(decode, "effective_priority", lambda score, log_gamma, at: score - at * log_gamma)
+    args = bench.parse_args(["decode", "--shape", "traces", "--compile"])
+    args.window, args.prefill = 16, 0
+    model = speed.random_model(speed.shape_of("traces", True), "cpu", torch.float32)
+    lengths = [50, 200] if policy == "kvpop" else [200]  # kvpop: before and after its slots are filled
+    with torch.no_grad():
+        rows = speed.measure(policy, model, 1, None if policy == "dense" else 100, lengths, args, 1e9, "cpu",
+                             torch.float32)
+    assert all(r["ms_per_token"] > 0 and r["compiled"] and r["others_ms"] == {} for r in rows)
+    assert counter.frame_count == compiles and model.config.n_layer == 2
