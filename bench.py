@@ -7,6 +7,8 @@
                                     and the oracle, at every budget that a retrofitted checkpoint is given for
     python bench.py oracle          what future attention itself, as the score, keeps right on the base: is the task one
                                     that a budget can hold, and which target is the better teacher
+    python bench.py attention       time and memory of sparse attention against dense, from scores to gradients
+    python bench.py decode          time, bytes and memory of a decode step at each length, dense and with a budget
 
 Each JSON holds name, command, commit, date, device, torch and rows; the tables of the README are made from these files.
 Losing rows stay in. What a row means stands beside the function that makes it.
@@ -21,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from data import speed, speed_decode
 from data.batches import collate_problems, response_mask
 from data.figures import draw_accuracy, draw_recall, draw_retention
 from data.run import provenance
@@ -609,6 +612,8 @@ def parse_args(argv):
     add("--problems", "validation problems, half of each family", 16, type=int)
     add("--budgets", "to try", [256, 512], nargs="*", type=int)
     add("--powers", "of the mean over future queries in the target", [1.0, 2.0], nargs="*", type=float)
+    for part in (speed, speed_decode):
+        part.register(names, speed.Results(write_results, earlier_rows, print_table))
     return parser.parse_args(argv)
 
 

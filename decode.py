@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from data.figures import draw_kept
-from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, labels, open_prompts, sampling, say,
-                          stop_ids, tokenizer_of, verdict)
+from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, labels, open_prompts, resolve_device,
+                          sampling, say, stop_ids, summary, tokenizer_of, verdict)
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
 from model import ModelConfig, Transformer, load_model, read_json, resolve_checkpoint
 from scorer import LEARNED, POLICIES, check_policy, check_window, geometry, load_scorers, make_scorers, state_entries
@@ -106,9 +106,10 @@ class LayerCache:
         self.ring.copy_((count - 1 - (last - newest)).clamp(min=0))  # the window is the tail of the filled slots
         self.set_state(state)
 
-    def step(self, q, k, v, input_pos):
+    def step(self, q, k, v, input_pos, full=False):
         """One token per row at absolute positions input_pos (B,): evict, write, attend.
-        q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels."""
+        q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels.
+        full: the caller knows that with this token every slot of every row is filled."""
         b, h, window, scorer = self.b, self.h, self.spec.window, self.scorer
         k, v = k.squeeze(2), v.squeeze(2)  # (B, H_kv, D)
         entry, priority = (input_pos % window)[:, None], self.priority  # (B, 1)
@@ -133,11 +134,11 @@ class LayerCache:
         self.priority.index_put_((b, h, slot), self.priority.new_full((), 0.0 if self.dynamic else math.inf))
         self.position.index_put_((b, h, slot), input_pos[:, None].int())
         self.ring.index_put_((b, h, entry), slot.int())
-        live = self.position >= 0  # (B, H_kv, N): all true from q = N - 1 on
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, group_size, D): a group's heads as its queries
-        if not self.dynamic:
-            out = F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=live[:, :, None])
-            return out.reshape(q.shape)
+        live = self.position >= 0  # (B, H_kv, N): all true from q = N - 1 on
+        if not self.dynamic:  # with a mask, even of True alone, SDPA may not take its fastest kernels
+            mask = None if full else live[:, :, None]
+            return F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=mask).reshape(q.shape)
         with torch.autocast(q.device.type, enabled=False):  # the same attention, but with its probabilities
             logits = grouped.to(self.wide) @ self.k_cache.to(self.wide).mT * k.shape[-1] ** -0.5
             probs = logits.masked_fill(~live[:, :, None], -math.inf).softmax(-1)  # (B, H_kv, group_size, N)
@@ -155,7 +156,8 @@ class LayerCache:
 
 
 class KVCache:
-    """All layers, and `input_pos` (B,) int64, the position of each row's next token.
+    """All layers; `input_pos` (B,) int64, the position of each row's next token; `seen`, an int: no row's is smaller;
+    `compiled`: `step` runs blocks through torch.compile, which leaves a GPU fewer kernels.
     spec: CacheSpec. scorers: one per layer, or None for the dense policy with `dense_spec`. Memory for any length:
     n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state."""
 
@@ -164,13 +166,15 @@ class KVCache:
             raise ValueError("a cache without scorers cannot select: give one scorer per layer, or dense_spec(limit)")
         if scorers is not None:
             check_scorers(scorers, config, spec)
-        self.spec, self.input_pos = spec, torch.zeros(batch, dtype=torch.int64, device=device)
+        self.spec, self.seen, self.compiled = spec, 0, False
+        self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
         self.layers = [LayerCache(config, spec, batch, None if scorers is None else scorers[i], device, dtype)
                        for i in range(config.n_layer)]
 
     def reset(self, smaller=None):
         """Empty; or what a smaller dense cache holds, at the places where it would lie here."""
         self.input_pos.copy_(smaller.input_pos if smaller else torch.zeros_like(self.input_pos))
+        self.seen = smaller.seen if smaller else 0
         for i, layer in enumerate(self.layers):
             layer.reset()
             for name in ("k_cache", "v_cache", "priority", "position", "ring") if smaller else ():
@@ -187,8 +191,17 @@ class KVCache:
                 check_prompts(layer.scorer.name, self.spec, int(lengths.max()))
                 layer.state["prompt"].copy_(lengths)
 
+    def run(self, block, x, cos, sin, attend, layer):  # the model's, in place of calling the block
+        return compiled_block_step(block, self.layers[layer], x, cos, sin, self.input_pos, self.full)
+
     def attend(self, layer, q, k, v):  # the model's while decoding
-        return self.layers[layer].step(q, k, v, self.input_pos)
+        return self.layers[layer].step(q, k, v, self.input_pos, self.full)
+
+    @property
+    def full(self):
+        """Whether the host knows that the next step leaves every slot filled. Dense and dynamic policies: never."""
+        scorer = self.layers[0].scorer
+        return scorer is not None and not scorer.dynamic and self.seen >= self.spec.n_slots - 1
 
     def kept_positions(self, layer):
         """Positions held, ascending: list over rows of list over KV heads of lists."""
@@ -254,14 +267,24 @@ def prefill(model: Transformer, idx, lengths, cache: KVCache):
 
     hidden = model(idx, attend)  # (B, T, C)
     cache.input_pos.copy_(lengths)
+    cache.seen = int(lengths.min())
     return model.unembed(hidden[torch.arange(len(lengths), device=idx.device), lengths - 1])
+
+
+def block_step(block, slots, x, cos, sin, input_pos, full):
+    """A block of `step`. It is given weights and slots, not a layer's number: one compile serves all layers."""
+    return block(x, cos, sin, lambda layer, q, k, v: slots.step(q, k, v, input_pos, full), None)
+
+
+compiled_block_step = torch.compile(block_step, dynamic=False, fullgraph=True)
 
 
 @torch.no_grad()
 def step(model: Transformer, idx, cache: KVCache):
     """One token per row: idx (B,) int64 -> logits (B, V). In place on the cache, without a wait for the device."""
-    hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None])  # (B, 1, C)
+    hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None], cache.run if cache.compiled else None)
     cache.input_pos.add_(1)
+    cache.seen += 1
     return model.unembed(hidden[:, 0])
 
 
@@ -284,9 +307,18 @@ def make_step(model, cache, graph):
     """-> function: ids (B,) -> logits (B, V), `step` or, on a GPU with `graph`, replays. Reset the cache first."""
     if not (graph and cache.input_pos.is_cuda):
         return lambda ids: step(model, ids, cache)
-    static_ids = torch.zeros_like(cache.input_pos)
-    captured, logits = capture_step(model, static_ids, cache)
-    return lambda ids: (static_ids.copy_(ids), captured.replay(), logits)[-1]
+    static_ids, captured = torch.zeros_like(cache.input_pos), {}
+    for cache.seen in (-NEVER, NEVER):  # the step until the cache is full and the one after, where they differ
+        if cache.full not in captured:
+            captured[cache.full] = capture_step(model, static_ids, cache)
+
+    def advance(ids):
+        static_ids.copy_(ids)
+        graph, logits = captured[cache.full]
+        graph.replay()
+        cache.seen += 1
+        return logits
+    return advance
 
 
 @torch.no_grad()
@@ -514,36 +546,6 @@ def resolve_spec(args, settings, policy, config, limit):
         say("warning: n_sink 0 evicts the attention sinks; most models break down beyond the budget")
     most = max(limit, spec.n_sink + spec.window) + spec.state_entries  # no token would reach more slots
     return replace(spec, budget=min(spec.budget, most))
-
-
-def resolve_device(args):
-    """-> torch device and dtype; bf16 on CUDA and fp32 on CPU unless asked otherwise."""
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if name != "cpu" and (kind != "cuda" or (index or "0") not in map(str, range(torch.cuda.device_count()))):
-        raise ValueError(f"--device {name!r} is not here: use cpu, or cuda:N with N < {torch.cuda.device_count()}")
-    return torch.device(name), getattr(torch, args.dtype or ("bfloat16" if kind == "cuda" else "float32"))
-
-
-def summary(result, policy, config, spent):
-    """The closing lines: entries against positions, bytes measured against the formula, speed, why it stopped."""
-    cache, spec, seen = result.cache, result.cache.spec, result.seen[0]
-    held, size, width = cache.peak_entries(), cache.nbytes(), cache.layers[0].k_cache.element_size()
-    charged = held + spec.state_entries
-    formula = config.n_layer * 2 * config.n_kv_head * spec.n_slots * config.head_dim * width
-    return [
-        f"policy: {policy}" + (f", budget {spec.budget} = {spec.n_sink} sinks + {spec.window} window + {spec.n_select} "
-                               f"selected + {spec.state_entries} scorer state") * (policy != "dense"),
-        f"entries per KV head: {held} at the peak of {seen} positions seen"
-        + (f", {charged} with the scorer state" if spec.state_entries else "")
-        + f"; compression {max(0.0, 1 - charged / max(1, seen)):.1%}",
-        f"cache: {size['cache']} bytes measured; {config.n_layer} layers * 2 * {config.n_kv_head} KV heads * "
-        f"{spec.n_slots} slots * {config.head_dim} * {width} bytes = {formula}",
-        f"priority, position, window ring: {size['bookkeeping']} bytes, not charged (every policy has them)",
-        f"scorer state: {size['state']} bytes, charged as {spec.state_entries} entries per KV head",
-        f"prefill: {spent['fed']} tokens, {spent['fed'] / (spent['prefill'] or math.inf):.1f} tokens/s; "
-        f"decode: {spent['steps']} steps, {spent['steps'] / (spent['decode'] or math.inf):.1f} tokens/s",
-        f"stopped by: {result.stop[0]}"]
 
 
 def parse_args(argv):

@@ -334,10 +334,11 @@ class Transformer(nn.Module):
         dtype = accumulation_dtype(self.model.embed_tokens.weight.dtype)
         return rope_cos_sin(input_pos, self.config.head_dim, self.config.rope_base, dtype, self.config.rope_scaling)
 
-    def forward(self, idx, attend, input_pos=None):
+    def forward(self, idx, attend, input_pos=None, run=None):
         """idx (B, T) int64 -> hidden (B, T, C), after the final norm.
         attend(layer: int, q (B, H, T, D), k (B, H_kv, T, D), v) -> (B, H, T, D), with q and k normed and rotated;
-        input_pos (T,) or (B, T) int64: absolute positions, 0 .. T-1 when None."""
+        input_pos (T,) or (B, T) int64: absolute positions, 0 .. T-1 when None. run(block, x, cos, sin, attend, layer):
+        calls a block, compiled perhaps; None: as it is."""
         if input_pos is None:
             input_pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         cos, sin = self.rope(input_pos)
@@ -346,6 +347,8 @@ class Transformer(nn.Module):
             if self.checkpoint_blocks and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, attend, layer, use_reentrant=False,
                                preserve_rng_state=False)  # nothing random in it, and a CUDA graph could not
+            elif run is not None:
+                x = run(block, x, cos, sin, attend, layer)
             else:
                 x = block(x, cos, sin, attend, layer)
         return self.model.norm(x)

@@ -1,15 +1,20 @@
 """What decode.py is asked and what it answers, as text: prompts, the turns of a chat, tokens as they come, verdicts.
 
 - `add_flags` -> `tokenizer_of` -> `open_prompts`: from the command line to the ids of one prompt after another;
-- `sampling`, `stop_ids`: how to sample and when to stop, from the flags and the files of a checkpoint;
-- `Writer`: tokens to stdout as they come; `verdict`: a generated problem, judged; `labels`: tokens for a picture.
+- `sampling`, `stop_ids`, `resolve_device`: how to sample, when to stop and where to run, from the flags and the files
+  of a checkpoint;
+- `Writer`: tokens to stdout as they come; `summary`: what they cost; `verdict`: a generated problem, judged; `labels`:
+  tokens for a picture.
 
 stdout carries the model's text alone; everything else goes to stderr, by `say`.
 """
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
+
+import torch
 
 from data.chat import Conversation, chat_style, encode_chat, end_ids, sampling_defaults
 from data.tokenizer import EOT, ByteTokenizer, StreamDecoder, decode, load_tokenizer
@@ -167,3 +172,33 @@ def labels(tokenizer, ids):
         text = "".join(c if c.isprintable() and c < "\u0500" or c in "\u21b5\u2423" else "\u25a1" for c in text)
         return (text if len(text) <= width else text[:width - 1] + "\u2026" * (width > 1)).replace("$", r"\$")
     return [short(token) for token in ids], columns
+
+
+def resolve_device(args):
+    """-> torch device and dtype; bf16 on CUDA and fp32 on CPU unless asked otherwise."""
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or (index or "0") not in map(str, range(torch.cuda.device_count()))):
+        raise ValueError(f"--device {name!r} is not here: use cpu, or cuda:N with N < {torch.cuda.device_count()}")
+    return torch.device(name), getattr(torch, args.dtype or ("bfloat16" if kind == "cuda" else "float32"))
+
+
+def summary(result, policy, config, spent):
+    """The closing lines: entries against positions, bytes measured against the formula, speed, why it stopped."""
+    cache, spec, seen = result.cache, result.cache.spec, result.seen[0]
+    held, size, width = cache.peak_entries(), cache.nbytes(), cache.layers[0].k_cache.element_size()
+    charged = held + spec.state_entries
+    formula = config.n_layer * 2 * config.n_kv_head * spec.n_slots * config.head_dim * width
+    return [
+        f"policy: {policy}" + (f", budget {spec.budget} = {spec.n_sink} sinks + {spec.window} window + {spec.n_select} "
+                               f"selected + {spec.state_entries} scorer state") * (policy != "dense"),
+        f"entries per KV head: {held} at the peak of {seen} positions seen"
+        + (f", {charged} with the scorer state" if spec.state_entries else "")
+        + f"; compression {max(0.0, 1 - charged / max(1, seen)):.1%}",
+        f"cache: {size['cache']} bytes measured; {config.n_layer} layers * 2 * {config.n_kv_head} KV heads * "
+        f"{spec.n_slots} slots * {config.head_dim} * {width} bytes = {formula}",
+        f"priority, position, window ring: {size['bookkeeping']} bytes, not charged (every policy has them)",
+        f"scorer state: {size['state']} bytes, charged as {spec.state_entries} entries per KV head",
+        f"prefill: {spent['fed']} tokens, {spent['fed'] / (spent['prefill'] or math.inf):.1f} tokens/s; "
+        f"decode: {spent['steps']} steps, {spent['steps'] / (spent['decode'] or math.inf):.1f} tokens/s",
+        f"stopped by: {result.stop[0]}"]

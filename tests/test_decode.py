@@ -582,3 +582,64 @@ def test_generation_in_bf16_on_a_gpu():
     assert [len(t) for t in out.tokens] == [40] * 3 and out.tokens == again.tokens
     assert out.cache.peak_entries() == N and out.cache.layers[0].k_cache.dtype == torch.bfloat16
     assert all(t.isfinite().all() and t.dtype == torch.float32 for t in out.cache.layers[0].state.values())
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "random"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_full_cache_needs_no_mask(policy, dtype, monkeypatch):
+    """Once every row has filled its slots attention gets no mask, not a step earlier; the logits keep their bits."""
+    model, masks, attend = make_model(torch.float32).to(dtype), [], decode.F.scaled_dot_product_attention
+    scorers, idx, lengths = make_scorers(policy, model).float(), tokens(N + 30, 2), torch.tensor([5, N - 8])
+    plain, masked = (KVCache(model.config, make_spec(policy), 2, scorers, dtype=dtype) for _ in range(2))
+    for cache in (plain, masked):
+        prefill(model, idx[:, :N - 8], lengths, cache)
+        assert cache.seen == 5  # of the shorter row
+
+    def watch(q, k, v, attn_mask):
+        masks.append(attn_mask is not None)
+        return attend(q, k, v, attn_mask)
+    monkeypatch.setattr(decode.F, "scaled_dot_product_attention", watch)
+    for q in range(5, N + 20):  # of the shorter row
+        ids = idx[:, q]
+        logits = step(model, ids, plain)
+        assert masks == [q < N - 1] * 2
+        assert all(bool((layer.position >= 0).all()) == (q >= N - 1) for layer in plain.layers)
+        masked.seen = 0  # never sure
+        assert torch.equal(logits, step(model, ids, masked))
+        masks.clear()
+    assert plain.seen == plain.input_pos.min() == N + 20
+    plain.reset()
+    assert plain.seen == 0 and not plain.full
+
+
+@pytest.mark.parametrize("policy", ["streaming", "kvpop-mlp", "kvpop"])
+def test_one_compile_serves_all_layers(policy, monkeypatch):
+    """Blocks through torch.compile: the same bits (with a backend that runs what was traced as it is), traced once for
+    filling the cache and once for the full one, not once a layer."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(decode, "compiled_block_step", torch.compile(decode.block_step, backend=counter, fullgraph=True,
+                                                                     dynamic=False))
+    decay = lambda score, log_gamma, at: score if log_gamma is None else score - at * log_gamma
+    monkeypatch.setattr(decode, "effective_priority", decay)  # its NaN check is a branch, on a CPU alone
+    torch._dynamo.reset()
+    model = make_model(torch.float32)
+    plain, compiled = (KVCache(model.config, make_spec(policy), 2, make_scorers(policy, model)) for _ in range(2))
+    compiled.compiled, idx = True, tokens(N + 6, 2)
+    for q in range(N + 6):
+        assert torch.equal(step(model, idx[:, q], plain), step(model, idx[:, q], compiled))
+        assert counter.frame_count == 1 + (q >= N - 1) and model.config.n_layer > 1
+    assert [plain.kept_positions(i) for i in range(2)] == [compiled.kept_positions(i) for i in range(2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["kvpop", "kvpop-mlp", "streaming"])
+def test_a_captured_compiled_step_equals_an_eager_one(policy):
+    model = make_model(torch.float32).cuda()
+    scorers, idx = make_scorers(policy, model).cuda(), tokens(N + 20, 3).cuda()
+    eager, captured = [KVCache(model.config, make_spec(policy), 3, scorers, "cuda") for _ in range(2)]
+    captured.compiled = True
+    advance = decode.make_step(model, captured, True)
+    captured.reset()
+    for q in range(N + 20):
+        close(advance(idx[:, q]), step(model, idx[:, q], eager), 1e-3)
