@@ -2,11 +2,15 @@
 
     python bench.py quality         pass@1, token accuracy, KL and recall of every policy at every budget
     python bench.py tune            the best setting of each training-free policy, on validation problems, for quality
-    python bench.py figures         pictures of what quality wrote
+    python bench.py figures         pictures of what quality or text wrote
     python bench.py first-look      pass@1 on unseen generated problems: KVpop against dense, streaming, random, knorm
                                     and the oracle, at every budget that a retrofitted checkpoint is given for
     python bench.py oracle          what future attention itself, as the score, keeps right on the base: is the task one
                                     that a budget can hold, and which target is the better teacher
+    python bench.py text            perplexity, accuracy and KL of a real checkpoint on real text, by position
+    python bench.py needle          numbers that a real checkpoint recalls from real text, by distance
+    python bench.py health          text that a real checkpoint generates under a budget, read by the dense model
+    python bench.py answers         maths and multiple choice with a real checkpoint, generated under a budget
 
 Each JSON holds name, command, commit, date, device, torch and rows; the tables of the README are made from these files.
 Losing rows stay in. What a row means stands beside the function that makes it.
@@ -21,10 +25,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from data import answer_bench, text_bench
 from data.batches import collate_problems, response_mask
 from data.cases import (FREE, GEOMETRY, SAMPLING, Case, check_names, device_and_dtype, free_case, impossible,
                         retrofit_case, training)
-from data.figures import draw_accuracy, draw_recall, draw_retention
+from data.figures import draw_accuracy, draw_positions, draw_recall, draw_retention
 from data.results import (RESULTS, Clock, bootstrap, earlier_rows, matches, pass_rates, print_table,
                           write_results)
 from data.tokenizer import EOT, decode
@@ -288,8 +293,13 @@ def figures(args):
     """Pictures of what `python bench.py quality` wrote: NAME.png (pass@1 and wrong bytes against entries kept, with
     lines for dense and the oracle), NAME-recall.png (recall by layer), NAME-retention.png (what is held, by layer and
     kind of byte: filler and definitions of the prompt; stated values and working of the trace). For --name quality the
-    last two are recall.png and retention.png."""
-    rows = [row for row in read_json(RESULTS / f"{args.name}.json")["rows"] if row["n_rollouts"] == 1]
+    last two are recall.png and retention.png. Of what `python bench.py text` wrote: NAME.png, perplexity against
+    position."""
+    results = read_json(RESULTS / f"{args.name}.json")
+    if "positions" in results:
+        draw_positions(Path(args.folder) / f"{args.name}.png", results["rows"], results["positions"])
+        return print(f"wrote {Path(args.folder) / args.name}.png")
+    rows = [row for row in results["rows"] if row["n_rollouts"] == 1]
     folder, prefix = Path(args.folder), "" if args.name == "quality" else f"{args.name}-"
     shown = [row for row in rows if row["trained_tokens"] or row["policy"] in ("streaming", "oracle")]
     for name, draw, some in (
@@ -439,7 +449,7 @@ def parse_args(argv):
     add("--budgets", "to tune at; for others quality takes the nearest, its window in proportion", [256], nargs="+",
         type=int)
     add("--problems", "validation problems a family", 64, type=int)
-    add = command(figures, "pictures of what quality wrote")
+    add = command(figures, "pictures of what quality or text wrote")
     add("--name", "of the JSON in assets/results", "quality")
     add("--folder", "for the pictures", "assets")
     add = command(first_look, "pass@1 of a few policies on both families")
@@ -452,6 +462,8 @@ def parse_args(argv):
     add("--problems", "validation problems, half of each family", 16, type=int)
     add("--budgets", "to try", [256, 512], nargs="*", type=int)
     add("--powers", "of the mean over future queries in the target", [1.0, 2.0], nargs="*", type=float)
+    for run, text, flags in (*text_bench.COMMANDS, *answer_bench.COMMANDS):
+        flags(command(run, text))
     return parser.parse_args(argv)
 
 

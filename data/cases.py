@@ -166,7 +166,7 @@ def weights_crc(*folders):
 
 
 def identity(case, spec):
-    """-> who: the keys of a row that say which one it is; how: those that a row of a former checkpoint has otherwise."""
+    """-> who: the keys of a row that say which one it is; how: those that differ in a row of a former one."""
     who = dict(policy=case.policy, budget=case.budget, n_sink=spec and spec.n_sink, window=spec and spec.window,
                model=Path(case.folder).resolve().name)
     return who, dict(weights="adapted" if case.adapted else "base", options=case.options,
