@@ -278,7 +278,7 @@ NEEDLE = ("--context", 200, "--distances", 60, 150, "--problems", 4, "--budgets"
 
 def test_needles_found_are_counted(run, qwen3, monkeypatch):
     """Generation that answers: dense always, streaming only where the needle is near, random with a wrong number."""
-    asked = {}
+    asked, numbers = {}, []
 
     def answer(model, prompts, spec=None, scorers=None, **how):
         tokenizer = load_tokenizer(qwen3)
@@ -287,6 +287,7 @@ def test_needles_found_are_counted(run, qwen3, monkeypatch):
             prompt, policy = tokenizer.decode(ids), "dense" if scorers is None else scorers[0].name
             name = re.search(r"What is the number of the (\w+ \w+)\?", prompt)[1]
             told = re.search(rf"The number of the {name} is (\d+)\.", prompt)
+            numbers.append(told[1])
             far = len(tokenizer.encode(prompt[told.end():])) > 100
             text = {"dense": f" {told[1]}.\nLine 7", "random": f" {int(told[1]) + 1}.",
                     "streaming": " not known: 3" if far else f" {told[1][:2]},{told[1][2:]} or 7"}[policy]
@@ -299,6 +300,7 @@ def test_needles_found_are_counted(run, qwen3, monkeypatch):
     code, results = run(*args, model=qwen3, text=qwen3 / "filler.txt")
     assert code == 0 and asked["dense"] == asked["streaming"] == asked["random"]
     assert {len(ids) for ids in asked["dense"]} == {200} and len({tuple(ids) for ids in asked["dense"]}) == 16
+    assert [len(set(numbers[i:i + 4])) for i in (0, 4, 8, 12)] == [4] * 4  # each prompt has a number of its own
     rows = results["rows"]
     assert len(rows) == 3 * 4 and all(row.keys() == KEYS["needle"] for row in rows)
     for row in rows:
