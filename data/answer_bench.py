@@ -94,7 +94,7 @@ def answers(args):
         tokens, train_seed = training(case.folder) if case.trained or case.adapted else (0, None)
         note = spec and impossible(case, spec, how_long)
         for n_rollouts in ways:
-            right, seen = None, dict.fromkeys(("peak_entries", "cut_off", "mean_new_tokens"))
+            right, seen, before = None, dict.fromkeys(("peak_entries", "cut_off", "mean_new_tokens")), clock.seconds()
             if not note:
                 right, seen = answered(model, questions, prompts, spec, scorers, checkpoint.tokenizer, rows=args.rows,
                                        rollouts=n_rollouts, seed=args.seed, graph=args.graph, stop_ids=ends,
@@ -107,7 +107,7 @@ def answers(args):
             table.add({**who, "task": task, "compression_ratio": 1 - case.budget / length if spec else 0.0, **how,
                        **pass_rates(right, n_rollouts, *(r["right"] for r in dense)), "n_problems": len(prompts),
                        "n_rollouts": n_rollouts, **seen, "seed": args.seed, "trained_tokens": tokens,
-                       "train_seed": train_seed, "note": note, "seconds": clock.seconds()})
+                       "train_seed": train_seed, "note": note, "seconds": round(clock.seconds() - before, 1)})
         mine = table.rows[-len(ways):]
         clock.say(f"{case.policy} at {case.budget or 'any length'}: "
                   + (note or ", ".join(f"{r['pass_at_1']:.4f} of {r['n_rollouts']} a question" for r in mine)))

@@ -155,13 +155,14 @@ def draw_positions(path, rows, edges):
     """`rows` of bench.py text: perplexity against position, and its ratio to dense's, a line a policy and budget.
     edges: bounds of the ranges of positions, as the file has them."""
     plt = pyplot()
+    from matplotlib.ticker import LogLocator, NullLocator
     rows = sorted(rows, key=lambda row: (row["policy"] != "dense", row["budget"] or 0, row["policy"]))
     dense = next((row["perplexity_by_position"] for row in rows if row["policy"] == "dense"), None)
     if dense is None:
         raise ValueError("no row of dense to compare with: run bench.py text to its end first")
     x = [(a + b - 1) / 2 for a, b in zip(edges, edges[1:])]
     fig, axes = plt.subplots(2, 1, figsize=(10, 9), sharex=True)
-    fig.subplots_adjust(left=0.09, right=0.72, top=0.94, bottom=0.07, hspace=0.12)
+    fig.subplots_adjust(left=0.09, right=0.78, top=0.94, bottom=0.07, hspace=0.12)
     several = len({row["n_sink"] for row in rows if row["policy"] not in ("dense", "tova-layer")}) > 1
     for ax, relative in zip(axes, (False, True)):
         labels = []
@@ -180,10 +181,10 @@ def draw_positions(path, rows, edges):
                 ax.annotate(f" {budget} entries", (budget, 0.98), xycoords=("data", "axes fraction"), fontsize=7.5,
                             color="0.35", va="top")
         ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 4, 6, 8), numticks=99))  # not decades alone
         ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("{x:g}")
-        ax.tick_params(axis="y", which="minor", labelsize=7)
-        ax.grid(axis="y", color="0.92", which="both")
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.grid(axis="y", color="0.92")
         direct_labels(ax, labels)
     axes[0].set(ylabel="perplexity of the next token, log scale", title=(
         f"Perplexity by position, mean over {rows[0]['n_documents']} documents"))

@@ -302,7 +302,7 @@ def needle(args):
         for (keys, distance), some in prompts.items():
             if (keys, distance) in there:
                 continue
-            bits = peak = None
+            bits, peak, before = None, None, clock.seconds()
             if not note:
                 said, peak = greedy(model, [p.ids for p in some], spec, scorers, args.rows, args.graph,
                                     max_new_tokens=args.max_new_tokens)
@@ -314,7 +314,8 @@ def needle(args):
             table.add({**who, "T": args.context, "source": args.text, "distance": distance, "keys": keys,
                        "mean_distance": sum(p.distance for p in some) / len(some), "n_problems": len(some),
                        "compression_ratio": 1 - case.budget / args.context if spec else 0.0, **how,
-                       **recall_row(bits, dense), "peak_entries": peak, "note": note, "seconds": clock.seconds()})
+                       **recall_row(bits, dense), "peak_entries": peak, "note": note,
+                       "seconds": round(clock.seconds() - before, 1)})
         clock.say(f"{case.policy} at {case.budget or 'any length'}: "
                   + (note or "found " + ", ".join(f"{share:.3f}" for share in recalls)))
         del model
