@@ -109,8 +109,8 @@ def answers(args):
                        "n_rollouts": n_rollouts, **seen, "seed": args.seed, "trained_tokens": tokens,
                        "train_seed": train_seed, "note": note, "seconds": round(clock.seconds() - before, 1)})
         mine = table.rows[-len(ways):]
-        clock.say(f"{case.policy} at {case.budget or 'any length'}: "
-                  + (note or ", ".join(f"{r['pass_at_1']:.4f} of {r['n_rollouts']} a question" for r in mine)))
+        rates = [f"{r['pass_at_1']:.4f} ({r['n_rollouts']} a question)" for r in mine if not note]
+        clock.say(f"{case.policy} at {case.budget or 'any length'}: " + (note or "pass@1 " + ", ".join(rates)))
         del model
         torch.cuda.empty_cache()
     print_table(table.rows, ["policy", "task", "model", "budget", "n_sink", "compression_ratio", "pass_at_1", "ci_low",
