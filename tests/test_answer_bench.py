@@ -202,6 +202,26 @@ def test_without_a_template(run, scripted, tmp_path, monkeypatch, capsys):
     assert tokenizer.decode(calls[0].prompts[0]).startswith("What is 0 + 1?\n\nPlease")
 
 
+def test_thinking(run, scripted, qwen3, tmp_path, capsys):
+    calls = scripted(lambda policy, prompt, seed: "")
+    args = (*FIELDS, *SMALL, "--rollouts", 0, "--policies", "streaming", "--budgets", 40)
+    assert run(SUMS, *args, "--no-thinking")[0] == 0
+    assert load_tokenizer(qwen3).decode(calls[0].prompts[0]).endswith("<think>\n\n</think>\n\n")
+    assert run(SUMS, *args)[0] == 2 and "questions_crc" in capsys.readouterr().err  # other prompts
+    never = make_folder(tmp_path / "never", "smollm2")
+    assert run(SUMS, *args, "--thinking", model=never)[0] == 2 and "knows no thinking" in capsys.readouterr().err
+
+
+def test_budgets_where_none_are_given(run, scripted, qwen3):
+    """Those of the retrofits, else an eighth and a quarter of the length."""
+    scripted(lambda policy, prompt, seed: "")
+    args = (*FIELDS, "--n-sink", 2, "--window", 8, "--max-new-tokens", 160, "--rollouts", 0, "--policies", "streaming")
+    assert [r["budget"] for r in run(SUMS, *args)[1]] == [None, 20, 40]
+    assert run(SUMS, *args, "--out", "other", "--retrofit", qwen3.parent / "kvpop")[0] == 0
+    rows = json.loads(open("assets/results/other.json").read())["rows"]
+    assert [(r["policy"], r["budget"]) for r in rows] == [("dense", None), ("streaming", 40), ("kvpop", 40)]
+
+
 @pytest.mark.parametrize("args, words", [
     (("--data", "/no/such.jsonl"), ("/no/such.jsonl",)),
     (("--problem-field", "problem"), ("no field 'problem'", "question, solution")),
