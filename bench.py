@@ -2,13 +2,17 @@
 
     python bench.py quality         pass@1, token accuracy, KL and recall of every policy at every budget
     python bench.py tune            the best setting of each training-free policy, on validation problems, for quality
-    python bench.py figures         pictures of what quality wrote
+    python bench.py figures         pictures of what quality or text wrote
     python bench.py first-look      pass@1 on unseen generated problems: KVpop against dense, streaming, random, knorm
                                     and the oracle, at every budget that a retrofitted checkpoint is given for
     python bench.py oracle          what future attention itself, as the score, keeps right on the base: is the task one
                                     that a budget can hold, and which target is the better teacher
     python bench.py attention       time and memory of sparse attention against dense, from scores to gradients
     python bench.py decode          time, bytes and memory of a decode step at each length, dense and with a budget
+    python bench.py text            perplexity, accuracy and KL of a real checkpoint on real text, by position
+    python bench.py needle          numbers that a real checkpoint recalls from real text, by distance
+    python bench.py health          text that a real checkpoint generates under a budget, read by the dense model
+    python bench.py answers         maths and multiple choice with a real checkpoint, generated under a budget
 
 Each JSON holds name, command, commit, date, device, torch and rows; the tables of the README are made from these files.
 Losing rows stay in. What a row means stands beside the function that makes it.
@@ -16,136 +20,32 @@ Losing rows stay in. What a row means stands beside the function that makes it.
 import argparse
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from data import speed, speed_decode
+from data import answer_bench, speed, speed_decode, text_bench
 from data.batches import collate_problems, response_mask
-from data.figures import draw_accuracy, draw_recall, draw_retention
-from data.run import provenance
+from data.cases import (FREE, GEOMETRY, SAMPLING, Case, check_names, device_and_dtype, free_case, impossible,
+                        retrofit_case, training)
+from data.figures import draw_accuracy, draw_positions, draw_recall, draw_retention
+from data.results import (RESULTS, Clock, bootstrap, earlier_rows, matches, pass_rates, print_table,
+                          write_results)
 from data.tokenizer import EOT, decode
 from data.traces import FAMILIES, MAX_LENGTH, check, make_problem, worth_keeping
-from decode import check_prompts, force, generate, weights_folder
+from decode import force, generate
 from flex_masks import CacheSpec
-from model import ModelConfig, causal_attend, fingerprint, load_model, read_json, write_json
-from scorer import LEARNED, POLICIES, check_policy, geometry, load_scorers, make_scorers, state_entries
+from model import ModelConfig, causal_attend, fingerprint, load_model, read_json
+from scorer import check_policy, geometry, make_scorers, state_entries
 from targets import RetentionWatch
-from train import Settings, evaluate, policy_attend
+from train import evaluate, policy_attend
 
-RESULTS = Path("assets/results")
-GEOMETRY = {"n_sink": Settings.n_sink, "window": Settings.window}  # where no retrofit says otherwise
-FREE = tuple(p for p in POLICIES if p not in ("dense", "oracle", *LEARNED))  # they need no training
-SAMPLING = dict(temperature=0.6, top_p=0.95, top_k=20)  # of rollouts, the paper's
 KINDS = ("filler", "definition", "working", "stated value")  # of bytes: prompt or trace, worth keeping or not
 
-
-def write_results(name, rows, device, **extra):
-    """assets/results/NAME.json, whole or not at all."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    write_json(path, {"name": name, "command": " ".join(["python", *sys.argv]), **provenance(device), **extra,
-                      "rows": rows})
-    return path
-
-
-def earlier_rows(name, strict=False, **settings):
-    """Rows of an earlier run of the same benchmark with the same settings; [] where there is none. strict: ValueError
-    where there is one with other settings, so that no long run is overwritten by mistake."""
-    path = RESULTS / f"{name}.json"
-    earlier = read_json(path) if path.is_file() else {"rows": [], **settings}
-    differ = [key for key in settings if earlier.get(key) != settings[key]]
-    if differ and strict:
-        raise ValueError(f"{path} was made with {differ[0]} {earlier.get(differ[0])}, not {settings[differ[0]]}: move "
-                         "it away, or choose another name with --out")
-    return [] if differ else earlier["rows"]
-
-
-def print_table(rows, columns):
-    """Columns of equal width, numbers to four digits."""
-    def cell(value):
-        return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
-    table = [list(columns)] + [[cell(row.get(c)) for c in columns] for row in rows]
-    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-    for line in table:
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
-
-
-def bootstrap(values, reference=None, n=2000, seed=0):
-    """95 % interval over problems of mean(values), or of mean(values) / mean(reference) with problems kept in pairs."""
-    m = len(values)
-    pick = torch.randint(m, (n, m), generator=torch.Generator().manual_seed(seed))
-    total = lambda x: torch.tensor([float(y) for y in x], dtype=torch.float64)[pick].sum(1)  # noqa: E731
-    bottom = torch.full((n,), float(m), dtype=torch.float64) if reference is None else total(reference)
-    stats = torch.where(bottom > 0, total(values) / bottom, 0.0).sort().values
-    return stats[int(0.025 * n)].item(), stats[int(0.975 * n)].item()
-
-# ------------------------------------------------------------------------------------- A policy on weights at a budget
-
-@dataclass(frozen=True)
-class Case:
-    """What a row measures. policy is its name in the table: POLICY-plus is a training-free policy on weights that were
-    adapted under it. folder: the checkpoint, or the base. weights: where the model lies. options: the scorer's."""
-    policy: str
-    folder: str
-    weights: str
-    budget: int | None = None  # None: dense
-    n_sink: int = GEOMETRY["n_sink"]
-    window: int = GEOMETRY["window"]
-    options: dict = field(default_factory=dict)
-    adapted: bool = False
-    trained: bool = False  # the scorers lie in `folder`
-    tuned_at: int | None = None  # the budget that `tune` found the setting at
-
-    @property
-    def scorer(self):
-        return self.policy.removesuffix("-plus")
-
-    def spec(self, config):
-        """CacheSpec, None for dense; ValueError where the budget is too small."""
-        if self.budget is None:
-            return None
-        n_sink, window = geometry(self.scorer, self.n_sink, self.window)
-        return CacheSpec(n_sink, window, self.budget,
-                         state_entries(self.scorer, config.head_dim, config.group_size, window, **self.options))
-
-    def load(self, base, seed=0):
-        """-> model (`base` itself unless adapted), CacheSpec, scorers; both None for dense."""
-        config, weight = base.config, base.model.embed_tokens.weight
-        spec, scorers = self.spec(config), None
-        if self.trained:
-            scorers = load_scorers(self.folder)[0].to(weight.device)
-        elif spec is not None:
-            scorers = make_scorers(self.scorer, n_layer=config.n_layer, n_kv_head=config.n_kv_head, seed=seed,
-                                   head_dim=config.head_dim, window=spec.window, **self.options).to(weight.device)
-        model = load_model(self.weights, weight.device, weight.dtype).eval() if self.adapted else base
-        return model, spec, scorers
-
-
-def retrofit_case(folder, base):
-    settings = load_scorers(folder)[1]
-    lies, policy = weights_folder(folder, settings), settings["policy"]
-    adapted = lies.resolve() != Path(base).resolve()  # else the scorer was trained on the frozen base
-    return Case(policy + "-plus" * (adapted and policy not in LEARNED), str(folder), str(lies), settings["budget"],
-                settings["n_sink"], settings["window"], settings["options"], adapted, trained=True)
-
-
-def free_case(policy, base, budget, retrofits=()):
-    """A training-free policy on the base, with the sinks and window of the first retrofit if there is one."""
-    check_policy(policy)
-    if policy in LEARNED:
-        raise ValueError(f"policy {policy} needs a trained checkpoint: give its folder with --retrofit")
-    case = Case(policy, base, base, budget)
-    return replace(case, n_sink=retrofits[0].n_sink, window=retrofits[0].window) if retrofits else case
-
-
-def device_and_dtype(args):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return device, getattr(torch, getattr(args, "dtype", None) or ("bfloat16" if device == "cuda" else "float32"))
-
+# ---------------------------------------------------------------------------------- What a policy writes, what it keeps
 
 def decoded(model, problems, spec, scorers, graph=True, rollouts=1, seed=0, rows=2048, **sampling):
     """Generate `rollouts` traces for each problem, at most `rows` at a time -> verdicts (a list a problem, in order),
@@ -214,14 +114,6 @@ def forced(model, base, problems, spec, scorers, graph=True):
 
 # ----------------------------------------------------------------------------------------------- Quality and its tuning
 
-def training(folder):
-    """-> tokens that a checkpoint was trained on, its seed; None without a log. A resumed run counts from 0 again."""
-    log = read_json(Path(folder) / "log.json") if (Path(folder) / "log.json").is_file() else {}
-    counts = [entry["tokens"] for entry in log.get("history", [])]
-    tokens = sum(b - a if b > a else b for a, b in zip([0, *counts], counts)) if log else None
-    return tokens, log.get("settings", {}).get("seed")
-
-
 def best_setting(case, grid, task):
     """The case with what `tune` found best for its policy, task and budget: most traces right, then most tokens. At a
     budget that was not tuned, that of the nearest one, the window as the same share of the budget."""
@@ -236,9 +128,7 @@ def best_setting(case, grid, task):
 
 def quality_cases(args, task, grid):
     retrofits = [retrofit_case(folder, args.base) for folder in args.retrofit]
-    names = [Path(case.folder).resolve().name for case in retrofits]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two checkpoints of --retrofit are called {twice[0]}: rows go by that name, rename one")
+    check_names(retrofits)
     cases = [Case("dense", args.base, args.base)]
     for budget in sorted(set(args.budgets or [case.budget for case in retrofits] or [256, 512])):
         cases += [best_setting(free_case(policy, args.base, budget, retrofits), grid, task)
@@ -305,7 +195,8 @@ def quality(args):
         if not row:
             tokens, train_seed = training(case.folder) if case.trained or case.adapted else (0, None)
             few = scorers is not None and scorers[0].dynamic  # these take a step for each token
-            some, note = problems[:args.forced_problems if few else args.problems], impossible(case, spec, problems)
+            some = problems[:args.forced_problems if few else args.problems]
+            note = impossible(case, spec, max(len(p.prompt) for p in problems))
             result = dict.fromkeys(("token_accuracy", "kl", "recall")) if note else forced(
                 model, base, some, spec, scorers, args.graph)
             bits = result.pop("right", None)
@@ -333,50 +224,6 @@ def quality(args):
                        "ci_high", "relative", "token_accuracy", "kl", "recall", "n_problems", "n_rollouts",
                        "trained_tokens"])
     print(f"wrote {write_results(args.out, rows, device, base=args.base, **settings)}")
-
-
-def matches(row, **values):
-    return all(row[key] == value for key, value in values.items())
-
-
-class Clock:
-    """Progress of a run of many jobs, of which some may be there already."""
-
-    def __init__(self, n_jobs):
-        self.n_jobs, self.number, self.spent = n_jobs, 0, []
-
-    def start(self):
-        self.number, self.started = self.number + 1, time.time()
-
-    def seconds(self):
-        return round(time.time() - self.started, 1)
-
-    def say(self, text):
-        self.spent.append(self.seconds())
-        left = sum(self.spent) / len(self.spent) * (self.n_jobs - self.number)
-        print(f"{self.number}/{self.n_jobs} {text}; {self.spent[-1]:.0f} s, about {left:.0f} s left", flush=True)
-
-
-def impossible(case, spec, problems):
-    """Why a policy that never evicts a prompt cannot run, or None."""
-    try:
-        check_prompts(case.scorer, spec, max(len(p.prompt) for p in problems))
-    except ValueError as error:
-        return f"impossible: {error}"
-
-
-def pass_rates(right, n_rollouts, dense=None):
-    """right: right rollouts of each problem, None where it was impossible; dense: the same of the dense base, as its
-    row has it, None if this is it -> the keys of a row that follow from them."""
-    if right is None:
-        return dict.fromkeys(("pass_at_1", "ci_low", "ci_high", "relative", "relative_low", "relative_high", "right"))
-    share, text = [n / n_rollouts for n in right], " ".join(map(str, right))
-    reference = [int(n) / n_rollouts for n in (dense or text).split()]
-    (low, high), ratio = bootstrap(share), (None, None, None)
-    if sum(reference):  # a ratio to nothing says nothing
-        ratio = sum(share) / sum(reference), *bootstrap(share, reference)
-    return dict(pass_at_1=sum(share) / len(share), ci_low=low, ci_high=high, relative=ratio[0], relative_low=ratio[1],
-                relative_high=ratio[2], right=text)
 
 
 def settings_grid(policy, budget):
@@ -425,7 +272,7 @@ def tune(args):
             continue
         problems = [make_problem(task, i, "validation") for i in range(args.problems)]
         result = dict.fromkeys(("traces_right", "token_accuracy", "kl"))
-        if not (note := impossible(case, spec, problems)):
+        if not (note := impossible(case, spec, max(len(p.prompt) for p in problems))):
             result |= forced(base, base, problems, *case.load(base, args.seed)[1:], args.graph)
             result["traces_right"] = sum(result["right"]) / args.problems
         rows.append({**row, "problems": args.problems, "note": note, "seconds": clock.seconds(),
@@ -448,8 +295,13 @@ def figures(args):
     """Pictures of what `python bench.py quality` wrote: NAME.png (pass@1 and wrong bytes against entries kept, with
     lines for dense and the oracle), NAME-recall.png (recall by layer), NAME-retention.png (what is held, by layer and
     kind of byte: filler and definitions of the prompt; stated values and working of the trace). For --name quality the
-    last two are recall.png and retention.png."""
-    rows = [row for row in read_json(RESULTS / f"{args.name}.json")["rows"] if row["n_rollouts"] == 1]
+    last two are recall.png and retention.png. Of what `python bench.py text` wrote: NAME.png, perplexity against
+    position."""
+    results = read_json(RESULTS / f"{args.name}.json")
+    if "positions" in results:
+        draw_positions(Path(args.folder) / f"{args.name}.png", results["rows"], results["positions"])
+        return print(f"wrote {Path(args.folder) / args.name}.png")
+    rows = [row for row in results["rows"] if row["n_rollouts"] == 1]
     folder, prefix = Path(args.folder), "" if args.name == "quality" else f"{args.name}-"
     shown = [row for row in rows if row["trained_tokens"] or row["policy"] in ("streaming", "oracle")]
     for name, draw, some in (
@@ -599,7 +451,7 @@ def parse_args(argv):
     add("--budgets", "to tune at; for others quality takes the nearest, its window in proportion", [256], nargs="+",
         type=int)
     add("--problems", "validation problems a family", 64, type=int)
-    add = command(figures, "pictures of what quality wrote")
+    add = command(figures, "pictures of what quality or text wrote")
     add("--name", "of the JSON in assets/results", "quality")
     add("--folder", "for the pictures", "assets")
     add = command(first_look, "pass@1 of a few policies on both families")
@@ -613,7 +465,9 @@ def parse_args(argv):
     add("--budgets", "to try", [256, 512], nargs="*", type=int)
     add("--powers", "of the mean over future queries in the target", [1.0, 2.0], nargs="*", type=float)
     for part in (speed, speed_decode):
-        part.register(names, speed.Results(write_results, earlier_rows, print_table))
+        part.register(names)
+    for run, text, flags in (*text_bench.COMMANDS, *answer_bench.COMMANDS):
+        flags(command(run, text))
     return parser.parse_args(argv)
 
 

@@ -549,10 +549,13 @@ def read_header(path: Path) -> dict:
 
 
 def fingerprint(*folders):
-    """CRC-32, 8 hex digits, of the weights in these folders: a row of a checkpoint trained anew is not taken for it."""
+    """CRC-32, 8 hex digits, of all weights in these folders, shards included: a row of a checkpoint trained anew is not
+    taken for it."""
     crc = 0
-    for path in sorted({Path(f) / name for f in folders for name in ("model.safetensors", "scorer.safetensors")}):
-        crc = zlib.crc32(path.read_bytes(), crc) if path.is_file() else crc
+    for path in sorted({path for f in folders for path in Path(f).glob("*.safetensors")}):
+        with open(path, "rb") as file:
+            while piece := file.read(2**26):
+                crc = zlib.crc32(piece, crc)
     return f"{crc:08x}"
 
 

@@ -1,4 +1,5 @@
-"""Pictures of results: what a cache holds, accuracy against entries kept, recall and retention by layer.
+"""Pictures of results: what a cache holds, accuracy against entries kept, recall and retention by layer, perplexity by
+position.
 
 All are readable in black and white: greys, line styles and markers, text at the line's end instead of a legend.
 matplotlib is imported where it is used, so nothing else needs it.
@@ -146,5 +147,48 @@ def draw_retention(path, rows):
         ax.set_title(f"{row['policy']} ({row['weights']}), {row['budget']} entries, {row['task']}", fontsize=9)
     fig.colorbar(image, ax=axes, label="share of later queries that still see a token\n(mean over tokens and KV heads)",
                  shrink=min(1.0, 1.5 / n_rows))
+    fig.savefig(path, dpi=100)
+    plt.close(fig)
+
+
+def draw_positions(path, rows, edges):
+    """`rows` of bench.py text: perplexity against position, and its ratio to dense's, a line a policy and budget.
+    edges: bounds of the ranges of positions, as the file has them."""
+    plt = pyplot()
+    from matplotlib.ticker import LogLocator, NullLocator
+    rows = sorted(rows, key=lambda row: (row["policy"] != "dense", row["budget"] or 0, row["policy"]))
+    dense = next((row["perplexity_by_position"] for row in rows if row["policy"] == "dense"), None)
+    if dense is None:
+        raise ValueError("no row of dense to compare with: run bench.py text to its end first")
+    x = [(a + b - 1) / 2 for a, b in zip(edges, edges[1:])]
+    fig, axes = plt.subplots(2, 1, figsize=(10, 9), sharex=True)
+    fig.subplots_adjust(left=0.09, right=0.78, top=0.94, bottom=0.07, hspace=0.12)
+    several = len({row["n_sink"] for row in rows if row["policy"] not in ("dense", "tova-layer")}) > 1
+    for ax, relative in zip(axes, (False, True)):
+        labels = []
+        for i, row in enumerate(rows):
+            y = [value / d if relative else value for value, d in zip(row["perplexity_by_position"], dense)]
+            name = "dense (all entries)" if row["policy"] == "dense" else f"{row['policy']}, {row['budget']} entries"
+            name += f", {row['n_sink']} sinks" if several and row["n_sink"] is not None else ""
+            if row["policy"] == "dense":
+                ax.plot(x, y, color="black", linewidth=1.6, linestyle=(0, (8, 3)))
+            else:
+                ax.plot(x, y, **line_style(i, row["policy"], row["weights"] == "adapted"))
+            labels.append((x[-1], y[-1], name))
+        for budget in sorted({row["budget"] for row in rows if row["budget"] and row["budget"] < edges[-1]}):
+            ax.axvline(budget, color="0.8", linewidth=0.8)
+            if relative:
+                ax.annotate(f" {budget} entries", (budget, 0.98), xycoords=("data", "axes fraction"), fontsize=7.5,
+                            color="0.35", va="top")
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 4, 6, 8), numticks=99))  # not decades alone
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.grid(axis="y", color="0.92")
+        direct_labels(ax, labels)
+    axes[0].set(ylabel="perplexity of the next token, log scale", title=(
+        f"Perplexity by position, mean over {rows[0]['n_documents']} documents"))
+    axes[1].set(ylabel="perplexity / dense perplexity, log scale",
+                xlabel="position of the query (tokens; vertical lines: where a budget is full)")
     fig.savefig(path, dpi=100)
     plt.close(fig)

@@ -1,7 +1,7 @@
 """bench.py attention: what attention over keys in lifetime order costs, against SDPA's dense causal attention.
 
 What this file holds:
-  Results, Timer, median_ms    what both speed benchmarks share: where rows go, device or wall time, out of memory
+  Timer, median_ms             what both speed benchmarks share: device or wall time, out of memory
   trace_priority               the shipped scorer's ranking of real traces, laid end to end to any length
   tiles_kept, attention_row    one row: shares of tiles, times, memory
   tune_options                 FlexAttention's kernel options, tried one by one
@@ -16,9 +16,7 @@ import functools
 import gc
 import statistics
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flex_masks
 from data.batches import collate_problems
 from data.prompts import SHIPPED
+from data.results import earlier_rows, print_table, write_results
 from data.traces import FAMILIES, make_problem
 from decode import weights_folder
 from flex_masks import TILE, CacheSpec, effective_priority, lifetime_order, padded_dies, plan, pyplot
@@ -47,14 +46,6 @@ TRANSPOSED = (dict(BLOCK_M=64), dict(BLOCK_N=128), dict(num_warps=4), dict(num_s
               dict(PRESCALE_QK=True), dict(USE_TMA=True))
 
 # ----------------------------------------------------------------------------------- What both speed benchmarks share
-
-@dataclass(frozen=True)
-class Results:
-    """Where rows go: bench.py's functions of these names, handed in so that nothing here imports bench.py."""
-    write_results: Callable
-    earlier_rows: Callable
-    print_table: Callable
-
 
 def card(device):
     return torch.cuda.get_device_name() if device == "cuda" else "CPU"
@@ -373,7 +364,7 @@ def draw_attention(path, rows):
     plt.close(fig)
 
 
-def attention(args, results):
+def attention(args):
     """Attention over keys in lifetime order against dense attention, on random q, k, v.
 
     Row: policy (what ranks the keys. random; decay: random with 0.9995 a token; kvpop: the shipped scorer on validation
@@ -400,7 +391,7 @@ def attention(args, results):
     options = dict(attention={name: value == "True" if value in ("True", "False") else int(value)
                               for name, _, value in given}, transposed={})
     settings, trials = dict(card=card(device), shape=shape), []
-    rows = results.earlier_rows(args.out, strict=True, **settings)
+    rows = earlier_rows(args.out, strict=True, **settings)
     if args.tune:
         options, trials = tune_options(args.lengths[0], args.budgets[0], args, device, options)
         print(f"kernel options kept: {options}")
@@ -413,31 +404,31 @@ def attention(args, results):
                 row = attention_row(policy, T, budget, args, device, options, dense)
                 rows.append(dict(row, kernel_options=options))
                 release(device)
-                results.write_results(args.out, rows, device, **extra)
+                write_results(args.out, rows, device, **extra)
                 print(f"{policy}, T {T}, budget {budget}: forward {rows[-1]['fwd_ms'] or -1:.2f} ms, dense "
                       f"{rows[-1]['dense_fwd_ms'] or -1:.2f} ms", flush=True)
-    results.print_table(rows, ["policy", "T", "budget", "tiles_kept", "tiles_full", "tiles_ideal", "plan_ms", "fwd_ms",
+    print_table(rows, ["policy", "T", "budget", "tiles_kept", "tiles_full", "tiles_ideal", "plan_ms", "fwd_ms",
                                "dense_fwd_ms", "ratio_fwd", "fwd_bwd_ms", "dense_fwd_bwd_ms", "ratio_fwd_bwd",
                                "transposed_ms", "causal_flex_fwd_ms", "plan_peak_mib", "dense_backend", "reduced",
                                "oom"])
     picture = Path(args.folder) / f"{args.out}.png"
     draw_attention(picture, rows)
-    print(f"wrote {results.write_results(args.out, rows, device, **extra)} and {picture}")
+    print(f"wrote {write_results(args.out, rows, device, **extra)} and {picture}")
 
 
-def add_options(names, run, text, results, options):
+def add_options(names, run, text, options):
     """A subcommand of bench.py. names: parser.add_subparsers(...); options: flag -> (default, help, more)."""
     sub = names.add_parser(run.__name__, help=text, description=run.__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (default, about, more) in options.items():
         shown = "" if default is None else " (default: %(default)s)"
         sub.add_argument(flag, default=default, help=about + shown, **more)
-    sub.set_defaults(run=functools.partial(run, results=results))
+    sub.set_defaults(run=run)
 
 
-def register(names, results):
+def register(names):
     numbers, number = dict(nargs="+", type=int), dict(type=int)
-    add_options(names, attention, "sparse attention against dense, in time and memory", results, {
+    add_options(names, attention, "sparse attention against dense, in time and memory", {
         "--lengths": ([16384, 32768, 65536, 131072], "tokens", numbers),
         "--budgets": ([2048, 4096], "entries per KV head", numbers),
         "--policies": (list(POLICIES), "what ranks the keys", dict(nargs="+", choices=POLICIES)),

@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import flex_masks
 from data.prompts import SHIPPED
+from data.results import earlier_rows, print_table, write_results
 from data.speed import add_options, card, guarded, median_ms, peak_bytes, release
 from decode import KVCache, dense_spec, make_step, prefill, step
 from flex_masks import TILE, CacheSpec, pyplot
@@ -472,7 +473,7 @@ def draw_decode(path, rows):
     plt.close(fig)
 
 
-def decode(args, results):
+def decode(args):
     """A decode step on random weights of a model's shape, at --lengths positions, under each policy: dense (a plain
     static cache of T slots, SDPA without a mask, the fastest of its backends), dense-slots (decode.py's own dense
     policy), streaming, kvpop-mlp and kvpop (decode.py, N slots), dms-ragged (heads of unequal length, mean = budget:
@@ -508,7 +509,7 @@ def decode(args, results):
     itemsize = torch.empty((), dtype=dtype).element_size()
     name = args.out or f"decode-{args.shape}" + "-compiled" * args.compile
     settings = dict(card=card(device), shape=args.shape, dtype=str(dtype)[6:], n_sink=args.n_sink, window=args.window)
-    rows = results.earlier_rows(name, strict=True, **settings)
+    rows = earlier_rows(name, strict=True, **settings)
     bandwidth = copy_bandwidth(device)
     for row in rows:  # of an earlier run: the card of this one stands beside them
         if row["ms_per_token"]:
@@ -533,21 +534,21 @@ def decode(args, results):
                 with torch.no_grad():
                     rows += measure(policy, model, batch, budget, todo, args, bandwidth, device, dtype)
                 release(device)
-                results.write_results(name, rows, device, **extra)
+                write_results(name, rows, device, **extra)
                 print(f"{policy}, batch {batch}, budget {budget}: ms a step " + ", ".join(
                     f"{r['ms_per_token']:.3f}" if r["ms_per_token"] else "out of memory" for r in rows[-len(todo):]),
                     flush=True)
-    results.print_table(rows, ["policy", "shape", "batch", "budget", "T", "ms_per_token", "tokens_per_s",
+    print_table(rows, ["policy", "shape", "batch", "budget", "T", "ms_per_token", "tokens_per_s",
                                "bytes_per_step", "copy_bandwidth_share", "peak_gib", "cache_gib", "prefill_ms",
                                "prefill_peak_gib", "kernels_per_layer", "kernel", "reduced", "oom"])
     picture = Path(args.folder) / f"{name}.png"
     draw_decode(picture, rows)
-    print(f"wrote {results.write_results(name, rows, device, **extra)} and {picture}")
+    print(f"wrote {write_results(name, rows, device, **extra)} and {picture}")
 
 
-def register(names, results):
+def register(names):
     numbers, number = dict(nargs="+", type=int), dict(type=int)
-    add_options(names, decode, "a decode step and a prefill, in time, bytes and memory", results, {
+    add_options(names, decode, "a decode step and a prefill, in time, bytes and memory", {
         "--shape": ("qwen3-4b", "of the model", dict(choices=list(SHAPES))),
         "--lengths": ([2**i for i in range(10, 18)], "positions at which a step is timed", numbers),
         "--batches": ([1, 16, 64], "rows", numbers), "--budgets": ([2048], "entries per KV head", numbers),

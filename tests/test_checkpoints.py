@@ -10,14 +10,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from model import (ModelConfig, Transformer, causal_attend, copy_companions, load_model, resolve_checkpoint,
-                   rope_cos_sin, rope_frequencies, save_model)
+from model import (ModelConfig, Transformer, causal_attend, copy_companions, fingerprint, load_model,
+                   resolve_checkpoint, rope_cos_sin, rope_frequencies, save_model)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ROOT = Path(__file__).parent.parent
@@ -248,3 +249,16 @@ def test_loading_needs_little_more_than_the_weights(tmp_path):
     assert result.returncode == 0, result.stderr
     peak, weights = map(int, result.stdout.split())
     assert weights > 1e8 and 0.9 * weights < peak <= 1.2 * weights + largest, (peak, weights, largest)
+
+
+def test_the_fingerprint_covers_every_shard(tmp_path):
+    for path in (FIXTURES / "tiny-qwen3-tied").glob("*.safetensors"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    whole, shards = fingerprint(tmp_path), sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) == 3 and whole == fingerprint(FIXTURES / "tiny-qwen3-tied") != fingerprint(tmp_path / "none")
+    crc = 0
+    for shard in shards:
+        crc = zlib.crc32(shard.read_bytes(), crc)
+    assert whole == f"{crc:08x}"
+    shards[1].write_bytes(shards[1].read_bytes()[:-1] + b"?")
+    assert fingerprint(tmp_path) != whole

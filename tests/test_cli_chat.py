@@ -3,7 +3,6 @@ import io
 import json
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,23 +15,7 @@ from decode import dense_spec, generate, main, prefill, step
 from flex_masks import CacheSpec
 from model import ModelConfig, Transformer, load_model, save_model
 from scorer import make_scorer, make_scorers, save_scorers, state_entries
-from tiny import tiny_transformer
-
-FIXTURES = Path(__file__).parent / "fixtures"
-TEMPLATES = json.loads((FIXTURES / "chats.json").read_text())["templates"]
-
-
-def make_folder(folder, kind="qwen3", template=True, generation=None, **changes):
-    """A tiny random checkpoint with the cut-down tokenizer of a family, its template and its sampling."""
-    save_model(tiny_transformer(5, **{**dict(vocab_size=896, max_seq_len=2048, qk_norm=kind == "qwen3",
-                                             model_type="qwen3" if kind == "qwen3" else "llama"), **changes}),
-               folder, torch.float32)
-    (folder / "tokenizer.json").write_text((FIXTURES / "tokenizers" / f"small-{kind}.json").read_text())
-    settings = dict(eos_token="<|im_end|>", **(dict(chat_template=TEMPLATES[kind]) if template else {}))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    if generation:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
-    return folder
+from tiny import make_folder
 
 
 @pytest.fixture(scope="module")

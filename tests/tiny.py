@@ -1,8 +1,14 @@
 """Tiny random models and scorers that several test files share."""
+import json
+from pathlib import Path
+
 import torch
 
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, save_model
 from scorer import make_scorers
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TEMPLATES = json.loads((FIXTURES / "chats.json").read_text())["templates"]
 
 
 def tiny_transformer(seed, **changes):
@@ -27,3 +33,16 @@ def tiny_scorers(policy, noise=None, window=8, **options):
             for p in scorers.parameters():
                 p.add_(0.3 * torch.randn_like(p))
     return scorers
+
+
+def make_folder(folder, kind="qwen3", template=True, generation=None, **changes):
+    """A tiny random checkpoint with the cut-down tokenizer of a family, its template and its sampling."""
+    save_model(tiny_transformer(5, **{**dict(vocab_size=896, max_seq_len=2048, qk_norm=kind == "qwen3",
+                                             model_type="qwen3" if kind == "qwen3" else "llama"), **changes}),
+               folder, torch.float32)
+    (folder / "tokenizer.json").write_text((FIXTURES / "tokenizers" / f"small-{kind}.json").read_text())
+    settings = dict(eos_token="<|im_end|>", **(dict(chat_template=TEMPLATES[kind]) if template else {}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
