@@ -337,6 +337,8 @@ def first_look(args):
     cases += [free_case(policy, args.base, budget, retrofits)
               for budget in sorted(args.budgets or {case.budget for case in retrofits}) for policy in args.policies]
     cases += retrofits
+    for case in cases:
+        case.spec(base.config)  # refuses a budget before any work
     same = dict(base=args.base, base_checkpoint=fingerprint(args.base), problems=len(problems))
     rows, dense_ok = earlier_rows("first-look", **same), None
     for case in cases:
@@ -395,11 +397,13 @@ def oracle(args):
     config, per_family, rows = base.config, args.problems // len(FAMILIES), []
     if per_family < 1 or not all(power > 0 for power in args.powers):
         raise ValueError(f"oracle wants --problems of at least {len(FAMILIES)} and --powers above 0")
+    specs = {budget: CacheSpec(**GEOMETRY, budget=budget, state_entries=state_entries("kvpop", config.head_dim))
+             for budget in args.budgets}
     jobs = [("dense", None, None)] + [("oracle", power, budget) for budget in args.budgets for power in args.powers]
     for policy, power, budget in jobs:
         spec = scorers = None
         if policy == "oracle":
-            spec = CacheSpec(**GEOMETRY, budget=budget, state_entries=state_entries("kvpop", config.head_dim))
+            spec = specs[budget]
             scorers = make_scorers("oracle", n_layer=config.n_layer, n_kv_head=config.n_kv_head,
                                    head_dim=config.head_dim, window=spec.window, power=power)
         for family in FAMILIES:

@@ -452,8 +452,9 @@ class MLSTM(LearnedScorer, name="kvpop"):
     Start: W_q = W_k = random orthonormal columns on the key half of x, W_v on the value half: that keeps the RMS of a
     key at every head_dim (softmax neither flat nor one-hot), and a token reads the values of keys like its own. a = c =
     0: equal scores, so with decay it begins as StreamingLLM. Gate weights 0, input bias 0, forget bias over heads log
-    window - 1 to log window + 2: a memory of a third of a window to seven. What the delayed read is for happened within
-    one window; a memory of many (biases 5 to 8 at a window of 64) drowns it and hardly shortens in a whole training.
+    window - 1 to log window + 2: a memory of a third of a window to about five (seven without the cap of 15). What the
+    delayed read is for happened within one window; a memory of many (biases 5 to 8 at a window of 64) drowns it and
+    hardly shortens in a whole training.
     skip_width: default D, 0 = none. delay: None = window, 0 = read at the token's own time (see kvpop-nodelay)."""
     def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=64, soft_cap=15.0,
                  delay=None, **options):

@@ -71,7 +71,7 @@ class Settings:
     held_out: float = option(0.02, "share of the documents of --data that evaluation has for itself")
     max_tokens: int = option(100_000_000, "of --data: tokenising stops there; a hub data set can be without end")
     context: int = option(0, "tokens a row of --data; 0: 2048, or what the model was trained on if that is less")
-    budget: int = option(256, "entries a KV head may hold, everything included; traces have about 2,150 tokens")
+    budget: int = option(256, "entries a KV head may hold, everything included; problems have about 2,040 tokens")
     budget_start: int = option(0, "the budget falls from this to --budget over the first half of the run; 0 = constant")
     n_sink: int = option(4, "first tokens, never evicted: models park attention there")
     window: int = option(64, "recent tokens, the query included, never evicted")

@@ -179,7 +179,8 @@ def resolve_device(args):
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")
     if name != "cpu" and (kind != "cuda" or (index or "0") not in map(str, range(torch.cuda.device_count()))):
-        raise ValueError(f"--device {name!r} is not here: use cpu, or cuda:N with N < {torch.cuda.device_count()}")
+        n = torch.cuda.device_count()
+        raise ValueError(f"--device {name!r} is not here: use " + ("cpu" if n == 0 else f"cpu, or cuda:N with N < {n}"))
     return torch.device(name), getattr(torch, args.dtype or ("bfloat16" if kind == "cuda" else "float32"))
 
 

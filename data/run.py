@@ -71,9 +71,11 @@ class Run:
             return 0
         try:
             state = torch.load(path, map_location=self.settings.device, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            if missing := {"step", "settings", "history", "parameters", "optimizer"}.difference(state):
+                raise RuntimeError(f"it lacks '{min(missing)}'")
+        except (RuntimeError, TypeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"--resume: {path} is damaged or not a training state "
-                             f"({str(error).splitlines()[0]}): start without --resume") from None
+                             f"({(str(error).splitlines() or ['empty'])[0]}): start without --resume") from None
         may_differ = {"resume", "steps", "log_every", "eval_every", "eval_problems", "save_every", "workers", "device",
                       "compile", "out", "warmup", "tokens", "recompute"}
         for f in fields(self.settings):
@@ -87,7 +89,11 @@ class Run:
             raise ValueError(f"--resume: {path} was trained on other tokens than --data gives now: restore them or "
                              "start without --resume")
         model.load_state_dict(state["parameters"], strict=not self.scorers_only())
+        # rates and kernels are this device's own: a CUDA graph would freeze the plain number that a CPU run left as rate
+        mine = [{key: group[key] for key in ("lr", "fused", "capturable")} for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(optimizer.param_groups, mine):
+            group.update(own)
         self.log["history"] = state["history"]
         print(f"resuming from {path} at step {state['step']}")
         return state["step"]

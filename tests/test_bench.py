@@ -285,6 +285,14 @@ def test_an_interrupted_run_goes_on(first_look, monkeypatch):
     assert len(calls) == 3  # other problems: nothing is kept
 
 
+@pytest.mark.parametrize("name", ["first-look", "oracle"])
+def test_a_budget_too_small_is_refused_before_any_work(name, shipped, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "evaluate", lambda *args, **options: pytest.fail("evaluated"))
+    options = ["--retrofit"] if name == "first-look" else []
+    assert bench.main([name, "--base", str(shipped / "base"), "--problems", "4", "--budgets", "10", *options]) == 2
+    assert "budget 10" in capsys.readouterr().err
+
+
 def test_decoding_under_a_budget_that_holds_everything_is_dense(first_look, monkeypatch):
     """Nothing scripted: what the command really decodes, token by token."""
     texts = []

@@ -810,6 +810,27 @@ def test_resume_needs_a_state_and_allows_more_steps(base, scorer_run, tmp_path, 
     assert state_of(out)["step"] == 4
 
 
+@pytest.mark.parametrize("state", [{"step": 1}, [1], b"", b"no zip"])
+def test_what_is_no_training_state_is_refused(base, tmp_path, capsys, state):
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "train_state.pt"
+    path.write_bytes(state) if isinstance(state, bytes) else torch.save(state, path)
+    refused(capsys, run(*job("scorer", base, tmp_path / "out"), "--steps", 4, "--resume"), "not a training state")
+
+
+def test_a_state_of_another_device_keeps_this_ones_kernels(base, scorer_run, tmp_path, monkeypatch):
+    """A GPU's groups hold tensor rates and fused, capturable steps, a CPU's do not: neither goes over to the other."""
+    out, groups = shutil.copytree(scorer_run, tmp_path / "out"), []
+    state = state_of(out)
+    for group in state["optimizer"]["param_groups"]:
+        group.update(lr=torch.tensor(group["lr"]), fused=True, capturable=True)
+    torch.save(state, out / "train_state.pt")
+    real = train.set_rates
+    monkeypatch.setattr(train, "set_rates", lambda o, *args: (groups.extend(o.param_groups), real(o, *args)))
+    assert run(*job("scorer", base, out), "--steps", 4, "--resume") == 0
+    assert groups and all(isinstance(g["lr"], float) and not g["fused"] and not g["capturable"] for g in groups)
+
+
 class Code:
     """What a hostile pickle does: call something when it is read."""
 
