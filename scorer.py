@@ -594,9 +594,10 @@ def check_window(scorers, window):
                              f"not {window}: use window {s.window} or train another")
 
 
-def save_scorers(scorers, folder, spec_dict):
+def save_scorers(scorers, folder, spec_dict, values=None):
     """Write scorer.safetensors (fp32, whatever the dtype in use) and scorer.json; both appear whole or not at all.
     spec_dict: n_sink, window, budget (and more if you like), stored beside the policy, its sizes and options.
+    values: state dict of the model they belong to, written in place of their own weights, which may be sharded.
     ValueError: a setting missing, layers that differ, a window that is not the scorers' own."""
     first, folder = scorers[0], Path(folder)
     if missing := {"n_sink", "window", "budget"} - spec_dict.keys():
@@ -606,8 +607,9 @@ def save_scorers(scorers, folder, spec_dict):
     check_window(scorers, spec_dict["window"])
     settings = {"policy": first.name, "n_layer": len(scorers), "n_kv_head": first.n_kv_head, "head_dim": first.head_dim,
                 **spec_dict, "options": first.options}
-    tensors = {f"{i}.{name}": p.detach().float().cpu().contiguous().clone()
+    tensors = {f"{i}.{name}": values[f"scorers.{i}.{name}"] if values else p
                for i, s in enumerate(scorers) for name, p in s.named_parameters()}
+    tensors = {name: p.detach().float().cpu().contiguous().clone() for name, p in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "scorer.safetensors.tmp", metadata={"format": "pt"})
     os.replace(folder / "scorer.safetensors.tmp", folder / "scorer.safetensors")
