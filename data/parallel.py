@@ -179,7 +179,7 @@ class Engine:
         if world_size() > 1 and not self.sharded:
             # DDP would cut compiled graphs at its buckets, and cannot cut FlexAttention or checkpoints
             torch._dynamo.config.optimize_ddp = False
-            self.call = DistributedDataParallel(self.call, broadcast_buffers=False)
+            self.call = DistributedDataParallel(self.call)
 
     def backward(self, last, function, *args, **flags):
         """Backward of the loss that function(*args) -> (loss, rest) returns -> rest. Gradients stay with the process

@@ -85,12 +85,15 @@ class Run:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            if type(error) is RuntimeError and "PytorchStreamWriter" not in str(error):
-                raise
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            if type(error) is RuntimeError:  # torch.save has no other for a file that is not taken whole
+                if "inline_container" not in reason and "iostream" not in reason:
+                    raise
+                reason = "torch.save could not write the whole file"
             for partial in self.folder.glob("*.tmp"):
                 partial.unlink()
-            raise ValueError(f"cannot write {what} to {self.folder} ({str(error).splitlines()[0]}): the last "
-                             "checkpoint there is kept; make room and continue with --resume") from None
+            raise ValueError(f"cannot write {what} to {self.folder} ({reason}): the last checkpoint there is kept; "
+                             "make room and continue with --resume") from None
 
     def global_batch(self):
         """Rows a step, over all processes and micro-batches."""
