@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
 
 import train
@@ -29,16 +30,11 @@ from test_train import (JOBS, QUIET, SPEC, job, random_model, refused, small_pro
 from test_train import run as run_alone
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def spied(rank, stop, sigterm):
+def spied(rank, sigterm, full):
     """Patches of train.py in a worker -> (what they see, a MonkeyPatch)."""
     seen, patch = {"passes": [], "shards": [], "grads": []}, pytest.MonkeyPatch()
-    real_shard, real_backward, real_rates, made = train.parallel.shard, parallel.Engine.backward, train.set_rates, []
+    real_shard, real_backward, real_rates = parallel.shard, parallel.Engine.backward, train.set_rates
+    real_save, made = torch.save, []
 
     def make(*args, **options):
         made.append(Retention(*args, **options))
@@ -57,12 +53,15 @@ def spied(rank, stop, sigterm):
         return rest
 
     def set_rates(optimizer, step, settings):
-        if step == stop:
-            raise KeyboardInterrupt
         if (rank, step) == sigterm:
             os.kill(os.getpid(), signal.SIGTERM)
         real_rates(optimizer, step, settings)
-    for owner, name, value in ((train, "Retention", make), (train.parallel, "shard", shard),
+
+    def save(state, path):
+        if state["step"] == full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real_save(state, path)
+    for owner, name, value in ((train, "Retention", make), (parallel, "shard", shard), (torch, "save", save),
                                (parallel.Engine, "backward", backward), (train, "set_rates", set_rates)):
         patch.setattr(owner, name, value)
     return seen, patch
@@ -74,32 +73,36 @@ def work(rank, count, jobs, results):
         sizes.update(dict.fromkeys(traces.PROMPTS, (3, 4)))
     train.MAX_LENGTH = 400
     while (given := jobs.get()) is not None:
-        args, port, stop, sigterm = given
+        args, port, *faults = given
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        (seen, patch), out, err = spied(rank, stop, sigterm), io.StringIO(), io.StringIO()
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+                          TORCHELASTIC_RESTART_COUNT="0")
+        (seen, patch), out, err = spied(rank, *faults), io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 code = train.main(args)
             except BaseException as error:  # the test shows it
                 code = f"{type(error).__name__}: {error}"
         patch.undo()
+        if dist.is_initialized():  # after an error, where the end of the process would do it
+            dist.destroy_process_group()
         results.put((rank, code, out.getvalue(), err.getvalue(), seen))
 
 
 @pytest.fixture(scope="module")
 def two():
-    """two(*arguments, stop=, sigterm=): train.main in two processes -> codes, stdouts, stderrs, what was seen."""
+    """two(*arguments): train.main in two processes -> codes, stdouts, stderrs, what was seen. sigterm: the rank and the
+    step, from 0, that get one; full: the disk is so when the state after so many steps is saved."""
     context = torch.multiprocessing.get_context("spawn")
     jobs, results = [context.SimpleQueue() for _ in range(2)], context.Queue()
     workers = [context.Process(target=work, args=(i, 2, jobs[i], results), daemon=True) for i in range(2)]
     for worker in workers:
         worker.start()
 
-    def call(*args, stop=None, sigterm=None):
-        port = free_port()
+    def call(*args, sigterm=None, full=None):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's
         for queue in jobs:
-            queue.put(([*QUIET, *map(str, args)], port, stop, sigterm))
+            queue.put(([*QUIET, *map(str, args)], store.port, sigterm, full))
         found = sorted((results.get(timeout=120) for _ in workers), key=lambda result: result[0])
         return list(zip(*found))[1:]
     yield call
@@ -116,7 +119,7 @@ def base(tmp_path_factory, small_problems):  # noqa: F811
     return tmp_path_factory.getbasetemp() / "parallel0" / "base"
 
 
-STEPS = ("--steps", 4, "--learning-rate", 1e-3, "--base-learning-rate", 1e-3)
+STEPS = ("--steps", 3, "--learning-rate", 1e-3, "--base-learning-rate", 1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -135,22 +138,22 @@ def leaves(tree):
 
 
 def alike(a, b, clock=("seconds",)):
-    """Two runs of four steps: losses within 1e-4 of each other, weights within 1 % of how far they moved, moments
-    likewise."""
+    """Two runs of three steps: losses within 1e-5 of each other, weights within 2e-4 of how far they moved, moments
+    likewise. Measured: 1e-5 at most."""
     one, two = state_of(a), state_of(b)
-    assert one["step"] == two["step"] == 4 and one["global_batch"] == two["global_batch"]
+    assert one["step"] == two["step"] == 3 and one["global_batch"] == two["global_batch"]
     for x, y in zip(one["history"], two["history"], strict=True):
         assert x.keys() == y.keys()
         for name in x.keys() - {*clock}:
-            assert x[name] == pytest.approx(y[name], rel=1e-4, abs=1e-7), (name, x, y)
+            assert x[name] == pytest.approx(y[name], rel=1e-5, abs=1e-8), (name, x, y)
     worst = 0.0
     for name, value in two["parameters"].items():
-        moved = 4e-3 * math.sqrt(value.numel())  # four steps at a rate of 1e-3
+        moved = 3e-3 * math.sqrt(value.numel())  # three steps at a rate of 1e-3
         worst = max(worst, ((one["parameters"][name] - value).norm() / moved).item())
     for x, y in zip(leaves(one["optimizer"]["state"]), leaves(two["optimizer"]["state"]), strict=True):
         worst = max(worst, ((x - y).norm() / (1e-12 + y.norm())).item()) if y.norm() > 1e-9 else worst
     print(f"worst relative difference {worst:.1e}")
-    assert worst < 0.01
+    assert worst < 2e-4
     return True
 
 
@@ -201,7 +204,7 @@ def test_two_processes_equal_one(alone, base, two, kind, engine):
     out = base.parent / f"{engine}-{kind}"
     codes, said, errors, seen = two(*job(kind, base, out), *STEPS, "--parallel", engine)
     assert codes == (0, 0), errors
-    assert "step     4/4" in said[0] and said[1] == ""  # rank 0 alone prints
+    assert "step     3/3" in said[0] and said[1] == ""  # rank 0 alone prints
     assert alike(out, alone / f"alone-{kind}")
     files = {p.name for p in out.iterdir()}
     assert files == {p.name for p in (alone / f"alone-{kind}").iterdir()}
@@ -218,12 +221,11 @@ def test_two_processes_equal_one(alone, base, two, kind, engine):
         assert evaluated[0]["loss"] == pytest.approx(evaluated[1]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_dms_cap_on_two_processes(base, two, tmp_path, engine):
+def test_dms_cap_on_two_processes(base, two, tmp_path):
     """The gate is no forward of its scorer, and the teacher is the student's own frozen base."""
     args = (*job("scorer", base, tmp_path / "out"), *STEPS, "--policy", "dms-cap")
     assert run_alone(*args, "--accumulate", 2, "--out", tmp_path / "one") == 0
-    assert two(*args, "--parallel", engine)[0] == (0, 0)
+    assert two(*args, "--parallel", "fsdp")[0] == (0, 0)
     assert alike(tmp_path / "out", tmp_path / "one")
 
 
@@ -232,7 +234,7 @@ def test_gradients_meet_once_a_step(base, two, tmp_path):
     assert codes == (0, 0), errors
     for (last, mine), (_, other) in zip(seen[0]["grads"], seen[1]["grads"], strict=True):
         assert (mine == other) == last and any(leaves(mine))
-    assert [last for last, _ in seen[0]["grads"]] == [False, True] * 4
+    assert [last for last, _ in seen[0]["grads"]] == [False, True] * 3
 
 
 def test_recomputed_blocks_change_no_gradient_and_teach_once(base, two, tmp_path):
@@ -256,16 +258,16 @@ def test_resume_by_two_processes_and_by_one_again(alone, base, two, monkeypatch,
     with monkeypatch.context() as patch:
         stop_at(patch, 1, KeyboardInterrupt())
         assert run_alone(*args, "--batch-size", 4) == 130 and state_of(tmp_path)["step"] == 1
-    codes, _, errors, _ = two(*args, "--parallel", engine, "--resume", sigterm=(1, 2))
-    assert codes == (130, 130) and "interrupted in step 4" in errors[0] and "after 3 steps" in errors[0], errors
-    assert errors[1] == "" and state_of(tmp_path)["step"] == 3
+    codes, _, errors, _ = two(*args, "--parallel", engine, "--resume", sigterm=(1, 1))
+    assert codes == (130, 130) and "interrupted in step 3" in errors[0] and "after 2 steps" in errors[0], errors
+    assert errors[1] == "" and state_of(tmp_path)["step"] == 2
     assert run_alone(*args, "--accumulate", 2, "--resume") == 0
     assert alike(tmp_path, alone / f"alone-{kind}", ("seconds", "tokens"))  # tokens count from the resume on
 
 
 def test_another_global_batch_is_refused(alone, base, tmp_path, capsys):
     out = shutil.copytree(alone / "alone-scorer", tmp_path / "out")
-    args = (*job("scorer", base, out), *STEPS, "--steps", 5, "--resume")
+    args = (*job("scorer", base, out), *STEPS, "--steps", 4, "--resume")
     refused(capsys, run_alone(*args, "--accumulate", 3), "batch_size * processes * accumulate = 4, not 6")
     assert run_alone(*args, "--accumulate", 2) == 0
 
@@ -328,7 +330,7 @@ def test_a_full_disk_keeps_the_checkpoint(alone, base, tmp_path, monkeypatch, ca
     import resource
     out = shutil.copytree(alone / "alone-train_base", tmp_path / "out")
     before = {p.name: p.read_bytes() for p in out.iterdir()}
-    args = (*job("train_base", base, out), *STEPS, "--steps", 5, "--resume", "--batch-size", 4)
+    args = (*job("train_base", base, out), *STEPS, "--steps", 4, "--resume", "--batch-size", 4)
 
     def full(*args, **how):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -345,12 +347,19 @@ def test_a_full_disk_keeps_the_checkpoint(alone, base, tmp_path, monkeypatch, ca
             code = run_alone(*args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    refused(capsys, code, "cannot write the state after 5 steps", str(out), "last checkpoint there is kept")
+    refused(capsys, code, "cannot write the state after 4 steps", str(out), "last checkpoint there is kept")
     names = before.keys() - ({"train_state.pt"} if where == "safetensors" else set())
     assert {name: (out / name).read_bytes() for name in names} == {name: before[name] for name in names}
     assert {p.name for p in out.iterdir()} == before.keys()
     if where != "safetensors":
-        assert run_alone(*args) == 0 and state_of(out)["step"] == 5
+        assert run_alone(*args) == 0 and state_of(out)["step"] == 4
+
+
+def test_a_full_disk_ends_all_processes_in_one_line(base, two, tmp_path):
+    codes, _, errors, _ = two(*job("scorer", base, tmp_path), *STEPS, "--save-every", 1, "--parallel", "fsdp", full=2)
+    assert codes == (2, 2) and errors[1] == "" and errors[0].count("\n") == 1, errors
+    assert "cannot write the state after 2 steps" in errors[0] and "No space left on device" in errors[0]
+    assert state_of(tmp_path)["step"] == 1
 
 
 SCRIPT = """
@@ -361,35 +370,28 @@ import train
 from data import traces
 for sizes in (traces.TEST_SIZES, traces.TRAIN_SIZES):
     sizes.update(dict.fromkeys(traces.PROMPTS, (3, 4)))
-torch.set_num_threads(1)
-real, rank = train.set_rates, os.environ["RANK"]
+real = train.set_rates
 
 def set_rates(optimizer, step, settings):
-    if step == 2 and rank == "1" and {how!r} == "killed":
+    if step == 2 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     real(optimizer, step, settings)
-
-def full(*args):
-    raise OSError(28, "No space left on device")
 train.set_rates = set_rates
-if {how!r} == "full" and rank == "0":
-    save = torch.save
-    torch.save = lambda state, path: full() if state["step"] == 2 else save(state, path)
 sys.exit(train.main())
 """
 
 
-@pytest.mark.parametrize("how, words", [("killed", "another process of this run is gone"),
-                                        ("full", "cannot write the state after 2 steps")])
-def test_torchrun_ends_with_one_line_and_the_last_checkpoint(base, tmp_path, how, words):
-    root, out = Path(train.__file__).parent, tmp_path / "out"
-    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(root), how=how))
+def test_torchrun_ends_with_one_line_when_a_process_is_killed(base, tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(Path(train.__file__).parent)))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
-                           str(free_port()), tmp_path / "script.py", *QUIET, *job("scorer", base, out),
-                           *map(str, STEPS), "--save-every", "1"], capture_output=True, text=True, timeout=120,
+                           str(port), tmp_path / "script.py", *QUIET, *job("scorer", base, out), *map(str, STEPS),
+                           "--save-every", "1"], capture_output=True, text=True, timeout=120,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode != 0 and len(lines) == 1 and words in lines[0], done.stderr
-    state = state_of(out)
-    assert state["step"] == (2 if how == "killed" else 1) and not list(out.glob("*.tmp"))
+    assert done.returncode != 0 and len(lines) == 1 and "another process of this run is gone" in lines[0], done.stderr
+    assert state_of(out)["step"] == 2 and not list(out.glob("*.tmp"))
     assert run_alone(*job("scorer", base, out), *STEPS, "--accumulate", 2, "--resume") == 0
