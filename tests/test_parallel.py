@@ -7,6 +7,7 @@ real torchrun.
 import contextlib
 import errno
 import io
+import json
 import math
 import os
 import shutil
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,10 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import train
-from data import batches, parallel, traces
+from data import batches, parallel, text, traces
 from model import load_model, save_model
 from targets import Retention, counted_rows, listwise_loss
+from test_cli_chat import make_folder
 from test_train import (JOBS, QUIET, SPEC, job, random_model, refused, small_problems, state_of,  # noqa: F401
                         stop_at, strict_json)
 from test_train import run as run_alone
@@ -32,9 +35,9 @@ from test_train import run as run_alone
 
 def spied(rank, sigterm, full):
     """Patches of train.py in a worker -> (what they see, a MonkeyPatch)."""
-    seen, patch = {"passes": [], "shards": [], "grads": []}, pytest.MonkeyPatch()
+    seen, patch = {"passes": [], "shards": [], "grads": [], "tokenised": 0}, pytest.MonkeyPatch()
     real_shard, real_backward, real_rates = parallel.shard, parallel.Engine.backward, train.set_rates
-    real_save, made = torch.save, []
+    real_save, real_documents, made = torch.save, text.read_documents, []
 
     def make(*args, **options):
         made.append(Retention(*args, **options))
@@ -49,7 +52,8 @@ def spied(rank, sigterm, full):
     def backward(engine, last, *args, **flags):
         rest = real_backward(engine, last, *args, **flags)
         grads = [p.grad for p in engine.model.parameters() if p.requires_grad]
-        seen["grads"].append((last, None if grads[-1] is None or engine.sharded else grads[-1].tolist()))
+        seen["grads"].append((last, None if grads[-1] is None else "reduced" if engine.sharded else
+                              grads[-1].tolist()))
         return rest
 
     def set_rates(optimizer, step, settings):
@@ -60,9 +64,17 @@ def spied(rank, sigterm, full):
     def save(state, path):
         if state["step"] == full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if sigterm:
+            time.sleep(0.3)  # the others must wait for it
         real_save(state, path)
+
+    def documents(*args):
+        seen["tokenised"] += 1
+        time.sleep(0.3)
+        return real_documents(*args)
     for owner, name, value in ((train, "Retention", make), (parallel, "shard", shard), (torch, "save", save),
-                               (parallel.Engine, "backward", backward), (train, "set_rates", set_rates)):
+                               (parallel.Engine, "backward", backward), (train, "set_rates", set_rates),
+                               (text, "read_documents", documents)):
         patch.setattr(owner, name, value)
     return seen, patch
 
@@ -83,6 +95,7 @@ def work(rank, count, jobs, results):
                 code = train.main(args)
             except BaseException as error:  # the test shows it
                 code = f"{type(error).__name__}: {error}"
+        seen["ended"] = time.time()
         patch.undo()
         if dist.is_initialized():  # after an error, where the end of the process would do it
             dist.destroy_process_group()
@@ -229,12 +242,28 @@ def test_dms_cap_on_two_processes(base, two, tmp_path):
     assert alike(tmp_path / "out", tmp_path / "one")
 
 
-def test_gradients_meet_once_a_step(base, two, tmp_path):
-    codes, _, errors, seen = two(*job("scorer", base, tmp_path), *STEPS, "--accumulate", 2)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_gradients_meet_once_a_step(base, two, tmp_path, engine):
+    codes, _, errors, seen = two(*job("scorer", base, tmp_path), *STEPS, "--accumulate", 2, "--parallel", engine)
     assert codes == (0, 0), errors
     for (last, mine), (_, other) in zip(seen[0]["grads"], seen[1]["grads"], strict=True):
-        assert (mine == other) == last and any(leaves(mine))
+        if engine == "ddp":
+            assert (mine == other) == last and any(leaves(mine))
+        else:  # shards have no gradient until all have been summed
+            assert mine == other == ("reduced" if last else None)
     assert [last for last, _ in seen[0]["grads"]] == [False, True] * 3
+
+
+def test_text_is_tokenised_once_and_teaches_the_same(two, tmp_path):
+    make_folder(tmp_path / "qwen3", "qwen3")
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"row {i} of the cache, " * 30}) + "\n"
+                                                 for i in range(60)))
+    args = (*"--context 96 --held-out 0.2 --n-sink 2 --window 8 --budget 40 --train-base".split(), *STEPS,
+            "--model", tmp_path / "qwen3", "--data", tmp_path / "text.jsonl")
+    assert run_alone(*args, "--out", tmp_path / "one", "--batch-size", 4) == 0
+    codes, _, errors, seen = two(*args, "--out", tmp_path / "two")
+    assert codes == (0, 0) and [s["tokenised"] for s in seen] == [1, 0], errors
+    assert alike(tmp_path / "two", tmp_path / "one")
 
 
 def test_recomputed_blocks_change_no_gradient_and_teach_once(base, two, tmp_path):
@@ -258,9 +287,10 @@ def test_resume_by_two_processes_and_by_one_again(alone, base, two, monkeypatch,
     with monkeypatch.context() as patch:
         stop_at(patch, 1, KeyboardInterrupt())
         assert run_alone(*args, "--batch-size", 4) == 130 and state_of(tmp_path)["step"] == 1
-    codes, _, errors, _ = two(*args, "--parallel", engine, "--resume", sigterm=(1, 1))
+    codes, _, errors, seen = two(*args, "--parallel", engine, "--resume", sigterm=(1, 1))
     assert codes == (130, 130) and "interrupted in step 3" in errors[0] and "after 2 steps" in errors[0], errors
     assert errors[1] == "" and state_of(tmp_path)["step"] == 2
+    assert seen[1]["ended"] > (tmp_path / "log.json").stat().st_mtime - 0.01  # not while rank 0 still writes
     assert run_alone(*args, "--accumulate", 2, "--resume") == 0
     assert alike(tmp_path, alone / f"alone-{kind}", ("seconds", "tokens"))  # tokens count from the resume on
 
