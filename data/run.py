@@ -55,7 +55,7 @@ class Run:
         if rank() == 0:
             with self.writing(f"the state after {step} steps"):
                 self.write(model, state, spec)
-        summed([])  # or a process that is done would end a run that is stopped, before the files are there
+        summed([0])  # or a process that is done would end a run that is stopped, before the files are there
 
     def write(self, model, state, spec):
         path = self.folder / "train_state.pt.tmp"
