@@ -138,6 +138,9 @@ class Run:
         for i, moments in state["optimizer"]["state"].items():
             state["optimizer"]["state"][i] = {name: placed(value, parameters[i]) for name, value in moments.items()}
         optimizer.load_state_dict(state["optimizer"])
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"] = group["lr"].to(self.settings.device)
         self.log["history"] = state["history"]
         print(f"resuming from {path} at step {state['step']}")
         return state["step"]
