@@ -383,7 +383,8 @@ def make_step(engine, optimizer, settings, losses):
 
 
 def by_step(batches, settings):
-    return zip(*[iter(batches)] * settings.accumulate)  # one iterator, so many of it at a time
+    """Micro-batches -> tuples of those that make a step."""
+    return zip(*[iter(batches)] * settings.accumulate)  # one iterator, asked so many times for each tuple
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -566,9 +567,8 @@ def retrofit(settings):
             done = step + 1
             tokens += int(seen)
             if logging:
-                if not n_recall:  # nothing was evicted, or nothing is selected
-                    values.pop("recall", None)
-                run.progress(step, first_step, tokens, **checked(parallel.averaged(values), norm, step))
+                known = {k: v for k, v in values.items() if n_recall or k != "recall"}  # 0 rows: nothing was evicted
+                run.progress(step, first_step, tokens, **checked(parallel.averaged(known), norm, step))
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 report(f"step {step + 1}", **{settings.policy: measure()})
             if (step + 1) % settings.save_every == 0:
@@ -618,16 +618,16 @@ def main(argv=None):
             settings = parse_settings(argv)
             return (pretrain if settings.stage == "pretrain" else retrofit)(settings) or 0
         except (ValueError, FileNotFoundError) as error:
-            parallel.report(f"error: {error}")
+            parallel.report_error(f"error: {error}")
             return 2
         except RuntimeError as error:
             if not parallel.lost_process(error):
                 raise
-            parallel.report("error: another process of this run is gone: --out keeps the last checkpoint; continue "
+            parallel.report_error("error: another process of this run is gone: --out keeps the last checkpoint; continue "
                             "with --resume")
             return 2
         except KeyboardInterrupt:  # outside the loop, which saves
-            parallel.report("\ninterrupted between training steps: what --out held before it is kept")
+            parallel.report_error("\ninterrupted between training steps: what --out held before it is kept")
             return 130
 
 

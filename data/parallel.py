@@ -1,6 +1,6 @@
 """One training run on many processes, as torchrun starts them: one for each GPU, or on CPUs over gloo.
 
-- `processes`: joins the group that torchrun describes, and `report`, by which an error is said once, whoever has it;
+- `processes`: joins the group that torchrun describes, and `report_error`, by which one error is said once;
 - `agree`, `averaged`, `first`: sums and means over processes, and what rank 0 does before the others;
 - `shard`, `Engine`: FSDP2 or DDP around a model whose loss is more than one forward;
 - `gathered`, `placed`: whole tensors for a checkpoint, and back to where their shards lie;
@@ -68,7 +68,7 @@ def use_gpu():
     torch.cuda.set_device(local)
 
 
-def report(message):
+def report_error(message):
     """One line on stderr from the first process that has an error; those that it takes along are silent."""
     with contextlib.suppress(RuntimeError):  # the store itself is gone
         if STORE is not None and STORE.add("reported", 1) > 1:
@@ -157,7 +157,7 @@ def shard(model, device):
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # unembed comes after the forward
 
 
-class _Call(nn.Module):
+class AsForward(nn.Module):
     """A function of the model as a forward: DDP must see all that touches the weights, also where the base runs under
     no_grad and where logits are made chunk by chunk."""
 
@@ -175,7 +175,7 @@ class Engine:
 
     def __init__(self, model):
         self.sharded = hasattr(model, "set_requires_gradient_sync")
-        self.model, self.call = model, _Call(model)
+        self.model, self.call = model, AsForward(model)
         if world_size() > 1 and not self.sharded:
             # DDP would cut compiled graphs at its buckets, and cannot cut FlexAttention or checkpoints
             torch._dynamo.config.optimize_ddp = False

@@ -177,7 +177,7 @@ def test_unknown_options_and_words(args, capsys):
     assert "error: " in err and args[0].lstrip("-") in err
 
 
-@pytest.mark.parametrize("name", ["steps", "batch-size", "log-every", "save-every", "eval-problems"])
+@pytest.mark.parametrize("name", ["steps", "batch-size", "accumulate", "log-every", "save-every", "eval-problems"])
 def test_numbers_below_one(name, capsys, tmp_path):
     refused(capsys, run("--out", tmp_path / "out", f"--{name}", 0), f"--{name} must be at least 1, got 0")
     assert not (tmp_path / "out").exists()
