@@ -623,8 +623,8 @@ def main(argv=None):
         except RuntimeError as error:
             if not parallel.lost_process(error):
                 raise
-            parallel.report_error("error: another process of this run is gone: --out keeps the last checkpoint; continue "
-                            "with --resume")
+            parallel.report_error("error: another process of this run is gone: --out keeps the last checkpoint; "
+                                  "continue with --resume")
             return 2
         except KeyboardInterrupt:  # outside the loop, which saves
             parallel.report_error("\ninterrupted between training steps: what --out held before it is kept")
