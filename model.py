@@ -400,14 +400,15 @@ class GraphedStep:
 
 # ----------------------------------------------------------------------------- checkpoints
 
-def save_model(model: Transformer, folder, dtype: torch.dtype = torch.bfloat16):
+def save_model(model: Transformer, folder, dtype: torch.dtype = torch.bfloat16, values: dict | None = None):
     """Write config.json and model.safetensors, base weights only, under temporary names and then renamed: a reader
-    sees the old file or the new one. Compile blocks in place (block.compile()), or their names change and we refuse."""
+    sees the old file or the new one. Compile blocks in place (block.compile()), or their names change and we refuse.
+    values: a state dict to write in place of the model's own, which may be sharded."""
     from safetensors.torch import save_file
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()
-               if not name.startswith("scorers.")}
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in
+               (values or model.state_dict()).items() if not name.startswith("scorers.")}
     compare_names(expected_shapes(model.config), {n: list(t.shape) for n, t in tensors.items()}, "the model to save")
     config = replace(model.config, dtype=str(dtype).removeprefix("torch."))
     weights, settings = (folder / f"{name}.{os.getpid()}.tmp" for name in ("model.safetensors", "config.json"))

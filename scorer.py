@@ -452,9 +452,8 @@ class MLSTM(LearnedScorer, name="kvpop"):
     Start: W_q = W_k = random orthonormal columns on the key half of x, W_v on the value half: that keeps the RMS of a
     key at every head_dim (softmax neither flat nor one-hot), and a token reads the values of keys like its own. a = c =
     0: equal scores, so with decay it begins as StreamingLLM. Gate weights 0, input bias 0, forget bias over heads log
-    window - 1 to log window + 2: a memory of a third of a window to about five (seven without the cap of 15). What the
-    delayed read is for happened within one window; a memory of many (biases 5 to 8 at a window of 64) drowns it and
-    hardly shortens in a whole training.
+    window - 1 to log window + 2: a memory of a third of a window to about five. What the delayed read is for happened
+    within one; a memory of many (biases 5 to 8 at a window of 64) drowns it and hardly shortens in a whole training.
     skip_width: default D, 0 = none. delay: None = window, 0 = read at the token's own time (see kvpop-nodelay)."""
     def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=64, soft_cap=15.0,
                  delay=None, **options):
@@ -595,9 +594,10 @@ def check_window(scorers, window):
                              f"not {window}: use window {s.window} or train another")
 
 
-def save_scorers(scorers, folder, spec_dict):
+def save_scorers(scorers, folder, spec_dict, values=None):
     """Write scorer.safetensors (fp32, whatever the dtype in use) and scorer.json; both appear whole or not at all.
     spec_dict: n_sink, window, budget (and more if you like), stored beside the policy, its sizes and options.
+    values: state dict of the model they belong to, written in place of their own weights, which may be sharded.
     ValueError: a setting missing, layers that differ, a window that is not the scorers' own."""
     first, folder = scorers[0], Path(folder)
     if missing := {"n_sink", "window", "budget"} - spec_dict.keys():
@@ -607,8 +607,9 @@ def save_scorers(scorers, folder, spec_dict):
     check_window(scorers, spec_dict["window"])
     settings = {"policy": first.name, "n_layer": len(scorers), "n_kv_head": first.n_kv_head, "head_dim": first.head_dim,
                 **spec_dict, "options": first.options}
-    tensors = {f"{i}.{name}": p.detach().float().cpu().contiguous().clone()
+    tensors = {f"{i}.{name}": values[f"scorers.{i}.{name}"] if values else p
                for i, s in enumerate(scorers) for name, p in s.named_parameters()}
+    tensors = {name: p.detach().float().cpu().contiguous().clone() for name, p in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "scorer.safetensors.tmp", metadata={"format": "pt"})
     os.replace(folder / "scorer.safetensors.tmp", folder / "scorer.safetensors")

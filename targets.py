@@ -131,6 +131,15 @@ def nothing_to_decide(scores, spec):
     return spec.n_select == 0 or scores.shape[-1] <= spec.n_slots
 
 
+def counted_rows(lengths, T, spec):
+    """What the means of a batch are over, to weigh it among others: (rows that the listwise loss is a mean of, rows
+    with queries at which recall is measured), of rows padded to T tokens; lengths (B,) on the CPU. The boundary loss
+    balances the batch that it sees, so a mean of its means is not the loss of all rows at once."""
+    if spec.n_select == 0 or T <= spec.n_slots:
+        return 0, 0
+    return int((lengths - spec.window > spec.n_sink).sum()), int((lengths > spec.n_slots).sum())
+
+
 def nothing(scores, log_gamma):
     """A loss of 0 that scores and log_gamma still get a gradient from, of 0."""
     return scores.sum() * 0 + (0.0 if log_gamma is None else log_gamma.sum() * 0)
@@ -376,8 +385,11 @@ def training_attend(model, spec, retention, anchors=None):
         scorer = model.scorers[layer]
         with torch.enable_grad() if anchors is not None else contextlib.nullcontext():
             scores, log_gamma = scorer(k.detach(), v.detach(), retention.lengths), scorer.log_gamma()
-        with torch.no_grad():
-            evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
+        try:
+            with torch.no_grad():
+                evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
+        except ValueError as error:  # a score that is NaN: say whose
+            raise ValueError(f"layer {layer}: {error}") from None
         out, lse = attention(q, k, v, evict_at, spec, compiled=retention.compiled)
         if scorer.window is None:
             return out

@@ -5,9 +5,11 @@
     python train.py --train-base --policy streaming      a control: the base adapts to a policy that learns nothing
     python train.py --stage pretrain          make the base model itself
     python train.py --model FOLDER_OR_HUB_ID --data TEXT   the same for a real checkpoint, on real text
+    torchrun --nproc-per-node 8 train.py ... --parallel fsdp       any of them on many processes, one a GPU
 
 What this file holds: Settings (every knob, its default and its reason), the losses, evaluation, the two loops. The
-attends are in targets.py, the rows in data/batches.py and data/text.py, the output folder in data/run.py.
+attends are in targets.py, the rows in data/batches.py and data/text.py, the output folder in data/run.py, and what
+many processes need in data/parallel.py.
 How it departs from nanoGPT's train.py: the attention mask comes from the scorer under training, and the loss of the
 scorer is not a term of the forward: it runs in the backward of `targets.RetentionLoss`. Weights go out as safetensors
 that decode.py reads; a single train_state.pt beside them, tensors and numbers only, resumes the run.
@@ -28,17 +30,18 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import scorer as scorers_module
-from data.batches import PackedRows, Problems, collate_problems, loader, problem_batches, response_mask
+from data import parallel
+from data.batches import (PackedRows, Problems, collate_problems, first_row, loader, problem_batches,
+                          response_mask)
 from data.chat import chat_style
 from data.prompts import tokenizer_of
-from data.run import Run
+from data.run import Run, checked, finite, print_before_after, report
 from data.text import TextRows, collate_rows, read_header, token_folder
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
 from flex_masks import CacheSpec, attention, evict_at_block_mask, has_kernel
-from model import (GraphedStep, ModelConfig, Transformer, causal_attend, load_model, read_json, resolve_checkpoint,
-                   write_json)
-from targets import (LISTWISE_SHARE, POWER, Retention, gate_shortfall, gated_attend, judge, policy_attend,
+from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, read_json, resolve_checkpoint
+from targets import (LISTWISE_SHARE, POWER, Retention, counted_rows, gate_shortfall, gated_attend, judge, policy_attend,
                      training_attend)
 
 ADAPTED = ("streaming", "random", "knorm")  # nothing to learn but the base: with --train-base the `-plus` rows
@@ -76,7 +79,11 @@ class Settings:
     n_sink: int = option(4, "first tokens, never evicted: models park attention there")
     window: int = option(64, "recent tokens, the query included, never evicted")
     steps: int = option(None, "optimiser steps")
-    batch_size: int = option(None, "rows a step")
+    batch_size: int = option(None, "rows of a micro-batch, of one process: a step takes batch_size * processes * "
+                                   "accumulate rows, the same ones in the same order for an equal product")
+    accumulate: int = option(1, "micro-batches of a process before its gradients meet the others' and a step is made")
+    parallel: str = option("ddp", "under torchrun: ddp keeps everything on each GPU; fsdp spreads weights, their copy "
+                                  "that teaches, gradients and moments over all", choices=["ddp", "fsdp"])
     learning_rate: float = option(None, "peak, of new parameters (scorer) or of the base in pretraining")
     base_learning_rate: float = option(5e-4, "peak, of the base under --train-base; the paper's 8e-5 is for billions")
     base_schedule: str = option("cosine", "of the base; the paper holds it constant, a small model ends better decayed",
@@ -105,9 +112,12 @@ class Settings:
     eval_problems: int = option(4, "validation problems a family in an evaluation; with --data, held-out rows")
     save_every: int = option(500, "steps between checkpoints")
     recompute: bool = option(False, "activations of a block again in its backward: less memory under --train-base")
-    compile: bool = option(True, "on a GPU: torch.compile the pretraining forward and the thresholds of the retrofit")
-    graph: bool = option(True, "on a GPU: replay each step as one CUDA graph; launching its kernels takes longer")
-    workers: int = option(None, "processes that generate data; none or negative: 0 on CPU, up to 12 on a GPU machine")
+    compile: bool = option(True, "on a GPU: torch.compile the pretraining forward (not under fsdp) and the thresholds "
+                                 "of the retrofit")
+    graph: bool = option(True, "on a GPU: replay each step as one CUDA graph; launching its kernels takes longer. Not "
+                               "under torchrun")
+    workers: int = option(None, "processes that generate data for one that trains; none or negative: 0 on CPU, up to "
+                                "12 on a GPU machine")
 
 
 PRESETS = {  # what differs between the jobs; a command-line option always wins
@@ -139,7 +149,12 @@ def parse_settings(argv=None):
         settings.device = "cuda" if torch.cuda.is_available() else "cpu"
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but this machine shows no GPU to torch: use --device cpu")
-    for name in ("steps", "batch_size", "log_every", "save_every", "eval_problems", "n_samples", "top_k",
+    if settings.parallel == "fsdp" and not torch.distributed.is_initialized():
+        raise ValueError("--parallel fsdp spreads a model over the processes of torchrun: start with torchrun, or "
+                         "leave it out")
+    if settings.device == "cuda":
+        parallel.use_gpu()
+    for name in ("steps", "batch_size", "accumulate", "log_every", "save_every", "eval_problems", "n_samples", "top_k",
                  "max_tokens"):
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
@@ -160,7 +175,8 @@ def parse_settings(argv=None):
     if settings.stage == "retrofit" and Path(settings.out).resolve() == Path(settings.model).resolve():
         raise ValueError(f"--out {settings.out} is --model itself: a retrofit would overwrite its base, choose another")
     if settings.workers is None or settings.workers < 0:
-        settings.workers = 0 if settings.device == "cpu" else min(12, (os.cpu_count() or 2) - 1)
+        settings.workers = 0 if settings.device == "cpu" else min(
+            12, ((os.cpu_count() or 2) - 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return settings
 
 
@@ -184,16 +200,18 @@ def chunked(fn, *tensors, vocab_size):
     return total
 
 
-def cross_entropy(model, hidden, targets, weight):
-    """Weighted mean next-token loss; hidden (B, T, C), targets and weight (B, T)."""
+def cross_entropy(model, hidden, targets, weight, total=None):
+    """Weighted mean next-token loss; hidden (B, T, C), targets and weight (B, T). total: what to divide the sum by,
+    where this is one micro-batch of several; None: its own weights."""
     def part(h, y, w):
         return (F.cross_entropy(model.unembed(h).float(), y, reduction="none") * w).sum()
     return chunked(part, hidden.flatten(0, 1), targets.flatten(), weight.flatten(),
-                   vocab_size=model.config.vocab_size) / weight.sum()
+                   vocab_size=model.config.vocab_size) / (weight.sum() if total is None else total)
 
 
-def distillation_kl(model, hidden, teacher, teacher_hidden, mask, top_k):
-    """Forward KL(teacher || student) over the teacher's top_k logits, renormalised there; mean over mask (B, T)."""
+def distillation_kl(model, hidden, teacher, teacher_hidden, mask, top_k, total=None):
+    """Forward KL(teacher || student) over the teacher's top_k logits, renormalised there; mean over mask (B, T), or the
+    sum divided by total."""
     def part(h, h_teacher, counts):
         with torch.no_grad():
             logits, top = teacher.unembed(h_teacher).float().topk(top_k, dim=-1)
@@ -202,7 +220,7 @@ def distillation_kl(model, hidden, teacher, teacher_hidden, mask, top_k):
         return ((log_p.exp() * (log_p - log_q)).sum(-1) * counts).sum()
     # weighted and not gathered: a step whose shapes depend on data cannot be a CUDA graph
     return chunked(part, hidden.flatten(0, 1), teacher_hidden.flatten(0, 1), mask.flatten().float(),
-                   vocab_size=model.config.vocab_size) / mask.sum()
+                   vocab_size=model.config.vocab_size) / (mask.sum() if total is None else total)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,12 +356,35 @@ def stage_spec(spec, settings, step, stages=4):
 
 
 def optimizer_step(optimizer, settings):
-    """Clip, step, forget the gradients (a graph must allocate its own) -> the gradient norm."""
+    """Clip, step, forget the gradients (a graph must allocate its own) -> the gradient norm, of all shards."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def train_step(engine, optimizer, settings, losses, *inputs, **flags):
+    """One optimiser step over the micro-batches of this process, whose tensors follow one another in inputs.
+    losses(*tensors of one, **flags) -> its share of the loss, and a function that gives values by name once the
+    backward has run. -> the sums of these values, and the gradient norm."""
+    values, n = {}, len(inputs) // settings.accumulate
+    for i in range(0, len(inputs), n):
+        measured = engine.backward(i + n == len(inputs), losses, *inputs[i:i + n], **flags)
+        for name, value in measured().items():
+            values[name] = values.get(name, 0.0) + value.detach()
+    return values, optimizer_step(optimizer, settings)
+
+
+def make_step(engine, optimizer, settings, losses):
+    """train_step of these losses; as a CUDA graph on a GPU, but not with others: their collectives are not captured."""
+    graphed = settings.graph and settings.device == "cuda" and not torch.distributed.is_initialized()
+    return GraphedStep(functools.partial(train_step, engine, optimizer, settings, losses), graphed)
+
+
+def by_step(batches, settings):
+    """Micro-batches -> tuples of those that make a step."""
+    return zip(*[iter(batches)] * settings.accumulate)  # one iterator, asked so many times for each tuple
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -355,30 +396,37 @@ def pretrain(settings):
                          n_kv_head=settings.n_kv_head, head_dim=settings.head_dim, max_seq_len=4096,
                          intermediate_size=settings.intermediate_size, eos_token_ids=[EOT], alphabet=ALPHABET)
     model = Transformer(config).to(settings.device)
+    sharded = settings.parallel == "fsdp"
+    if sharded:
+        parallel.shard(model, settings.device)
     optimizer = make_optimizer(model, settings)
     first_step = run.resume(model, optimizer)
     # one graph for the whole forward: its layers are the same few kernels
-    forward = torch.compile(model, dynamic=False) if settings.compile and settings.device == "cuda" else model
+    compiled = settings.compile and settings.device == "cuda" and not sharded
+    forward = torch.compile(model, dynamic=False) if compiled else model
     rows = PackedRows(MAX_LENGTH, settings.seed, settings.prompt_weight, settings.forget, settings.window)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {settings.device}")
 
-    def train_step(idx, targets, weight, evict_at):
+    def losses(idx, targets, weight, evict_at, total):
+        """See train_step; total: mean weight of a process's rows in this step."""
         with autocast(settings.device):
             hidden = forward(idx, packed_attend(evict_at))
-            loss = cross_entropy(model, hidden, targets, weight)
-        loss.backward()
-        return loss.detach(), optimizer_step(optimizer, settings)
+            loss = cross_entropy(model, hidden, targets, weight, total)
+        return loss, lambda: {"loss": loss}
 
-    run_step = GraphedStep(train_step, settings.graph and settings.device == "cuda")
-    tokens, done = 0, first_step
+    run_step = make_step(parallel.Engine(model), optimizer, settings, losses)
+    tokens, done, norm = 0, first_step, 0.0
+    parallel.catch_stop_signals()
     try:
-        for step, batch in enumerate(loader(rows, settings, first_step), first_step):
+        for step, batches in enumerate(by_step(loader(rows, settings, first_step), settings), first_step):
+            weight, seen = parallel.agree([sum(b[2].sum().item() for b in batches), sum(b[0].numel() for b in batches)])
+            total = torch.tensor(weight / parallel.world_size())
             set_rates(optimizer, step, settings)
-            loss, norm = run_step(*(x.to(settings.device) for x in batch))
+            values, norm = run_step(*(x.to(settings.device) for batch in batches for x in (*batch, total)))
             done = step + 1
-            tokens += batch[0].numel()
+            tokens += int(seen)
             if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
-                run.progress(step, first_step, tokens, loss=finite(loss, step),
+                run.progress(step, first_step, tokens, **checked(parallel.averaged(values), norm, step),
                              lr=settings.learning_rate * lr_factor(step, settings))
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 report(f"step {step + 1}", dense=evaluate(model, settings.device, settings.eval_problems))
@@ -386,11 +434,11 @@ def pretrain(settings):
                 finite(norm, step)
                 run.save(model, optimizer, step + 1)
     except KeyboardInterrupt:
-        return interrupted(run, model, optimizer, done)
+        return interrupted(run, model, optimizer, done, norm)
     run.save(model, optimizer, settings.steps)
     run.log["evaluation"] = report("after", dense=evaluate(model, settings.device, settings.eval_problems))
     run.log["seconds"] = time.time() - run.started
-    write_json(run.folder / "log.json", run.log)
+    run.write_log()
     print(f"wrote {run.folder}")
 
 
@@ -402,7 +450,7 @@ def retrofit(settings):
     spec = CacheSpec(settings.n_sink, settings.window, settings.budget,
                      scorers_module.state_entries(settings.policy, config.head_dim, config.group_size, settings.window))
     if settings.data:
-        rows, held_out, run.text = text_rows(settings, run.source, config)
+        rows, held_out, run.text = parallel.first(lambda: text_rows(settings, run.source, config))
         run.log.update(settings=asdict(settings), text=run.text)
         collate = collate_rows
     elif config.vocab_size <= EOT or (run.source / "tokenizer.json").is_file():
@@ -417,13 +465,19 @@ def retrofit(settings):
     # is trained stays in fp32, as its steps are smaller than bf16 can tell, and so does its teacher: at the start the
     # two must agree. The byte models stay in fp32 as well: their numbers were made so.
     narrow = settings.data and not settings.train_base and settings.device == "cuda"
-    model = load_model(run.source, device=settings.device, dtype=torch.bfloat16 if narrow else torch.float32)
+    sharded = settings.parallel == "fsdp"  # block by block onto the GPU, from a whole one in the memory of the CPU
+    model = load_model(run.source, device="cpu" if sharded else settings.device,
+                       dtype=torch.bfloat16 if narrow else torch.float32).requires_grad_(settings.train_base)
     make = lambda policy: scorers_module.make_scorers(  # noqa: E731
         policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window,
         seed=settings.seed).to(settings.device)
     gated = settings.policy == "dms-cap"  # taught by the KL, so it needs a teacher even where the base is frozen
     teacher = copy.deepcopy(model).requires_grad_(False) if settings.train_base else model if gated else None
     model.scorers = make(settings.policy)
+    if sharded:
+        parallel.shard(model, settings.device)
+        if teacher not in (model, None):
+            parallel.shard(teacher, settings.device)
     optimizer = make_optimizer(model, settings)
     first_step = run.resume(model, optimizer)
     print(f"{settings.policy} on {settings.model}, {'all weights' if settings.train_base else 'scorer alone'}: "
@@ -445,9 +499,10 @@ def retrofit(settings):
     run.started = time.time()
     model.checkpoint_blocks = settings.recompute and settings.train_base
 
-    def train_step(stage, idx, lengths, starts, noise, ramp, want_recall):
-        """One optimiser step under the CacheSpec `stage` -> scalars to log, by name, and the gradient norm."""
-        retention = Retention(stage, lengths, weight=1 / config.n_layer, n_samples=settings.n_samples,
+    def losses(stage, idx, lengths, starts, noise, ramp, total, share, recall_share, want_recall):
+        """See train_step; under the CacheSpec `stage`. total: mean number of taught tokens of a process in this step;
+        shares: rows that count here, of the mean number of a process."""
+        retention = Retention(stage, lengths, weight=share / config.n_layer, n_samples=settings.n_samples,
                               tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
                               listwise_share=settings.listwise_share, want_recall=want_recall, noise=noise,
                               compiled=settings.compile and settings.device == "cuda")
@@ -466,53 +521,66 @@ def retrofit(settings):
                 taught = torch.ones_like(idx, dtype=torch.bool) if settings.data else response_mask(
                     idx.shape[1], lengths, starts)
                 loss = values["kl"] = distillation_kl(model, hidden, teacher, teacher_hidden, taught,
-                                                      min(settings.top_k, config.vocab_size))
-            if gated:
-                shortfall, values["marked"], values["target"] = gate_shortfall(gates, stage, lengths, ramp)
-                loss = loss + shortfall
-        loss.backward()
-        for name, layers in (("retention", retention.loss), ("recall", retention.recall)):
-            if layers:
-                values[name] = torch.stack(list(layers.values())).mean()
-        return {name: value.detach() for name, value in values.items()}, optimizer_step(optimizer, settings)
+                                                      min(settings.top_k, config.vocab_size), total)
+            if gated:  # a hinge on the share marked in a micro-batch: the mean of them
+                found = [x / settings.accumulate for x in gate_shortfall(gates, stage, lengths, ramp)]
+                loss, values["marked"], values["target"] = loss + found[0], *found[1:]
 
-    tokens, done, stage = 0, first_step, None
+        def measured():
+            if retention.loss:
+                values["retention"] = torch.stack([retention.loss[i] for i in sorted(retention.loss)]) * share
+            if retention.recall:  # NaN where nothing was evicted; then the share is 0
+                values["recall"] = torch.stack(list(retention.recall.values())).mean().nan_to_num() * recall_share
+            return values
+        return loss, measured
+
+    @functools.lru_cache(maxsize=1)
+    def noise_of(step, width):  # of all rows of a step, so that a row's does not depend on the process that has it
+        return torch.rand(config.n_layer, run.global_batch(), config.n_kv_head, width,
+                          generator=torch.Generator().manual_seed(settings.seed * 10**6 + step))
+
+    engine, tokens, done, stage, norm = parallel.Engine(model), 0, first_step, None, 0.0
+    parallel.catch_stop_signals()
     try:
-        for step, batch in enumerate(loader(rows, settings, first_step, collate), first_step):
+        for step, batches in enumerate(by_step(loader(rows, settings, first_step, collate), settings), first_step):
             logging = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
-            heads = (len(batch[0]), config.n_kv_head)
-            shape = (*heads, batch[0].shape[1] if gated else settings.n_samples)
-            noise = torch.rand(config.n_layer, *shape,
-                               generator=torch.Generator().manual_seed(settings.seed * 10**6 + step))
-            ramp = torch.tensor(min(1.0, (step + 1) / (0.6 * settings.steps)))  # of the share that dms-cap must mark
             if stage != (now := stage_spec(spec, settings, step)):
                 if settings.device == "cuda":
                     torch.cuda.synchronize()  # the last stage's graph may still run, and its memory is given back here
-                stage, run_step = now, GraphedStep(functools.partial(train_step, now),
-                                                   settings.graph and settings.device == "cuda")
+                stage, run_step = now, make_step(engine, optimizer, settings, functools.partial(losses, now))
+            counts = [(idx.numel() if settings.data else int((lengths - 1 - starts).sum()), int(lengths.sum()),
+                       *counted_rows(lengths, idx.shape[1], stage)) for idx, lengths, starts in batches]
+            taught, seen, n_rows, n_recall = parallel.agree(map(sum, zip(*counts)))
+            mean = [max(n, 1) / parallel.world_size() for n in (taught, n_rows, n_recall)]  # of a process
+            ramp = torch.tensor(min(1.0, (step + 1) / (0.6 * settings.steps)))  # of the share that dms-cap must mark
+            inputs = []
+            for micro, (batch, count) in enumerate(zip(batches, counts)):
+                row = first_row(settings, micro)
+                noise = noise_of(step, batch[0].shape[1] if gated else settings.n_samples)
+                inputs += [*batch, noise[:, row:row + settings.batch_size], ramp, torch.tensor(mean[0]),
+                           torch.tensor(count[2] / mean[1]), torch.tensor(count[3] / mean[2])]
             set_rates(optimizer, step, settings)
-            values, norm = run_step(*(x.to(settings.device) for x in (*batch, noise, ramp)), want_recall=logging)
+            try:
+                values, norm = run_step(*(x.to(settings.device) for x in inputs), want_recall=logging)
+            except ValueError as error:  # a score that is NaN
+                raise ValueError(f"step {step + 1}: {error}; --out keeps the last checkpoint") from None
             done = step + 1
-            tokens += int(batch[1].sum())
+            tokens += int(seen)
             if logging:
-                finite(norm, step)
-                values = {name: value.item() for name, value in values.items()}
-                if math.isnan(values.get("recall", 0.0)):  # nothing was evicted, or nothing is selected
-                    del values["recall"]
-                finite(values.get("kl", 0.0), step)
-                run.progress(step, first_step, tokens, **values)
+                known = {k: v for k, v in values.items() if n_recall or k != "recall"}  # 0 rows: nothing was evicted
+                run.progress(step, first_step, tokens, **checked(parallel.averaged(known), norm, step))
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 report(f"step {step + 1}", **{settings.policy: measure()})
             if (step + 1) % settings.save_every == 0:
                 finite(norm, step)
                 run.save(model, optimizer, step + 1, spec)
     except KeyboardInterrupt:
-        return interrupted(run, model, optimizer, done, spec)
+        return interrupted(run, model, optimizer, done, norm, spec)
     run.log["seconds"] = time.time() - run.started
     run.save(model, optimizer, settings.steps, spec)
     moved = measure_base() if settings.data and settings.train_base else {}
     run.log["after"] = report("after", **{**moved, settings.policy: measure()})
-    write_json(run.folder / "log.json", run.log)
+    run.write_log()
     if "before" in run.log:
         print_before_after(run.log["before"], run.log["after"], settings.policy)
     print(f"wrote {run.folder}; try: python decode.py --model {run.folder}" + " --prompt TEXT" * bool(settings.data))
@@ -535,60 +603,32 @@ def text_rows(settings, folder, config):
     return train, [held_out[i] for i in range(min(held_out.n, settings.eval_problems))], read_header(tokens)
 
 
-def finite(loss, step):
-    value = float(loss)
-    if not math.isfinite(value):
-        raise ValueError(f"the loss is {value} at step {step + 1}: --out keeps the last checkpoint; lower the rate")
-    return value
-
-
-def interrupted(run, model, optimizer, step, spec=None):
+def interrupted(run, model, optimizer, step, norm, spec=None):
+    finite(norm, step - 1)
     run.save(model, optimizer, step, spec)  # after `step` whole steps; one that was under way runs again
-    print(f"\ninterrupted in step {step + 1}: {run.folder} holds the state after {step} steps; continue with --resume",
-          file=sys.stderr)
+    if parallel.rank() == 0:
+        print(f"\ninterrupted in step {step + 1}: {run.folder} holds the state after {step} steps; continue with "
+              "--resume", file=sys.stderr)
     return 130
 
 
-def report(when, **results):
-    """Print and return one line a policy, without the per-problem lists."""
-    for policy, r in results.items():
-        extra = "" if r["recall"] is None else f"  retention loss {r['loss']:.3f}  recall {r['recall']:.3f}"
-        if "perplexity" in r:
-            print(f"{when}: {policy:10s} perplexity {r['perplexity']:.3f}  tokens right {r['token_accuracy']:.4f} (n = "
-                  f"{r['n_tokens']} in {r['n_rows']} rows){extra}", flush=True)
-            continue
-        families = ", ".join(f"{f} {v:.3f}" for f, v in r["by_family"].items())
-        print(f"{when}: {policy:10s} trace tokens right {r['token_accuracy']:.4f}  whole traces {r['traces_right']:.3f}"
-              f" ({families}; n = {r['n_problems']}){extra}", flush=True)
-    return {policy: {k: v for k, v in r.items() if k != "right"} for policy, r in results.items()}
-
-
-def print_before_after(before, after, policy):
-    rows = [("retention loss", "loss", 3), ("recall of the teacher's top-k", "recall", 3),
-            ("perplexity", "perplexity", 3), ("tokens right", "token_accuracy", 4),
-            ("trace tokens right", "token_accuracy", 4), ("whole traces right", "traces_right", 3)]
-    text = "perplexity" in before[policy]
-    rows = [row for row in rows if row[0] != ("trace tokens right" if text else "tokens right")]
-    print(f"\n{policy:32s}{'before':>10s}{'after':>10s}")
-    for name, key, digits in rows:
-        if before[policy].get(key) is not None:  # no recall where nothing is evicted or selected
-            print(f"{name:32s}{before[policy][key]:10.{digits}f}{after[policy][key]:10.{digits}f}")
-    others = [f"{p}: {r['token_accuracy']:.4f} of tokens, " + (
-        f"perplexity {r['perplexity']:.3f}" if text else f"{r['traces_right']:.3f} of traces")
-        for p, r in before.items() if p in ("dense", "streaming")]
-    print(f"({'; '.join(others)})\n")
-
-
 def main(argv=None):
-    try:
-        settings = parse_settings(argv)
-        return (pretrain if settings.stage == "pretrain" else retrofit)(settings) or 0
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # outside the loop, which saves
-        print("\ninterrupted between training steps: what --out held before it is kept", file=sys.stderr)
-        return 130
+    with parallel.processes():
+        try:
+            settings = parse_settings(argv)
+            return (pretrain if settings.stage == "pretrain" else retrofit)(settings) or 0
+        except (ValueError, FileNotFoundError) as error:
+            parallel.report_error(f"error: {error}")
+            return 2
+        except RuntimeError as error:
+            if not parallel.lost_process(error):
+                raise
+            parallel.report_error("error: another process of this run is gone: --out keeps the last checkpoint; "
+                                  "continue with --resume")
+            return 2
+        except KeyboardInterrupt:  # outside the loop, which saves
+            parallel.report_error("\ninterrupted between training steps: what --out held before it is kept")
+            return 130
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import zlib
 
 import torch
 
+from data.parallel import rank, world_size
 from data.tokenizer import EOT
 from data.traces import FAMILIES, MAX_LENGTH, TEST_SIZES, make_problem, worth_keeping
 
@@ -82,10 +83,20 @@ def collate_problems(problems, pad_to=None):
 
 
 def loader(dataset, settings, first_step, collate=None):
-    rows = range(first_step * settings.batch_size, settings.steps * settings.batch_size)
+    """Micro-batches of this process, settings.accumulate a step, from first_step on. Step s has the rows from
+    s * global_batch on, and its micro-batches go round the processes: which rows make a step, and which of them a
+    micro-batch, depends on processes * accumulate alone."""
+    global_batch = settings.batch_size * world_size() * settings.accumulate
+    rows = [step * global_batch + first_row(settings, micro) + i for step in range(first_step, settings.steps)
+            for micro in range(settings.accumulate) for i in range(settings.batch_size)]
     return torch.utils.data.DataLoader(dataset, batch_size=settings.batch_size, sampler=rows, collate_fn=collate,
                                        num_workers=settings.workers,
                                        prefetch_factor=8 if settings.workers else None)
+
+
+def first_row(settings, micro):
+    """Number within the global batch of the first row of this process's micro-batch `micro`."""
+    return (micro * world_size() + rank()) * settings.batch_size
 
 
 def response_mask(T, lengths, starts):

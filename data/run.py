@@ -1,8 +1,11 @@
 """The folder that a training run writes: what resumes it, what decode.py reads, and what a number needs beside it.
 
 - `Run`: train_state.pt (tensors and numbers only: it cannot run code), the exported checkpoint, log.json;
-- `provenance`: commit, date, device and versions.
+- `provenance`: commit, date, device and versions;
+- `checked`, `report`, `print_before_after`: the numbers of a step, of an evaluation, and of a run.
 """
+import contextlib
+import math
 import os
 import pickle
 import subprocess
@@ -12,43 +15,54 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
+from data.parallel import gathered, placed, rank, summed, world_size
 from model import copy_companions, save_model, write_json
 from scorer import save_scorers
 
 
 class Run:
-    """The output folder: train_state.pt to resume, the exported checkpoint, log.json. All writes are atomic.
-    Set `source`, the folder that --model stands for, before a retrofit is saved, and `text`, the header of its token
-    file, where it trains on text (data/text.py)."""
+    """The output folder: train_state.pt to resume, the exported checkpoint, log.json. All writes are atomic, and rank
+    0 alone writes. Set `source`, the folder that --model stands for, before a retrofit is saved, and `text`, the header
+    of its token file, where it trains on text (data/text.py)."""
 
     def __init__(self, settings):
         self.source = self.text = None
         self.settings, self.folder, self.started = settings, Path(settings.out), time.time()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / ".write_test").touch()
-            (self.folder / ".write_test").unlink()
+            if rank() == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / ".write_test").touch()
+                (self.folder / ".write_test").unlink()
         except OSError as error:
             raise ValueError(f"cannot write to --out {self.folder}: {error.strerror or error}") from None
         if settings.resume and not (self.folder / "train_state.pt").is_file():
             raise FileNotFoundError(f"--resume, but {self.folder / 'train_state.pt'} does not exist: check --out, or "
                                     "start without --resume")
         self.log = {"command": " ".join(["python", *sys.argv]), "settings": asdict(settings),
-                    **provenance(settings.device), "history": []}
+                    **provenance(settings.device), "processes": world_size(), "history": []}
 
     def save(self, model, optimizer, step, spec=None):
-        """Export for decode.py and the exact training state."""
+        """Export for decode.py and the exact training state, by rank 0; all processes must call it, and wait for it.
+        The state does not depend on how many they are. ValueError in one sentence when it cannot be written."""
         scorers_only = self.scorers_only()
+        parameters = gathered({k: v.detach() for k, v in model.state_dict().items()
+                               if k.startswith("scorers.") or not scorers_only})
         state = {"step": step, "settings": asdict(self.settings), "history": self.log["history"], "text": self.text,
-                 "parameters": {k: v.detach() for k, v in model.state_dict().items()
-                                if k.startswith("scorers.") or not scorers_only},
-                 "optimizer": optimizer.state_dict()}
+                 "global_batch": self.global_batch(), "parameters": parameters,
+                 "optimizer": gathered(optimizer.state_dict())}
+        if rank() == 0:
+            with self.writing(f"the state after {step} steps"):
+                self.write(model, state, spec)
+        summed([0])  # or a process that is done would end a run that is stopped, before the files are there
+
+    def write(self, model, state, spec):
         path = self.folder / "train_state.pt.tmp"
         torch.save(state, path)
         os.replace(path, self.folder / "train_state.pt")
         if self.settings.stage == "pretrain" or self.settings.train_base:
-            save_model(model, self.folder)
+            save_model(model, self.folder, values=state["parameters"])
         if spec is not None:
             base = self.settings.model  # a hub id stands for itself wherever the folder goes, a path does not
             if Path(base).is_dir():
@@ -57,8 +71,33 @@ class Run:
                 copy_companions(self.source, self.folder)
             save_scorers(model.scorers, self.folder, {
                 "n_sink": spec.n_sink, "window": spec.window, "budget": spec.budget, "base": base,
-                "weights": "." if self.settings.train_base else base})
+                "weights": "." if self.settings.train_base else base}, values=state["parameters"])
         write_json(self.folder / "log.json", self.log)
+
+    def write_log(self):
+        if rank() == 0:
+            with self.writing("log.json"):
+                write_json(self.folder / "log.json", self.log)
+
+    @contextlib.contextmanager
+    def writing(self, what):
+        """A full disk, or any other that does not take what is written, is one sentence; the half-written file goes."""
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            if type(error) is RuntimeError:  # torch.save has no other for a file that is not taken whole
+                if "inline_container" not in reason and "iostream" not in reason:
+                    raise
+                reason = "torch.save could not write the whole file"
+            for partial in self.folder.glob("*.tmp"):
+                partial.unlink()
+            raise ValueError(f"cannot write {what} to {self.folder} ({reason}): the last checkpoint there is kept; "
+                             "make room and continue with --resume") from None
+
+    def global_batch(self):
+        """Rows a step, over all processes and micro-batches."""
+        return self.settings.batch_size * world_size() * self.settings.accumulate
 
     def scorers_only(self):
         """Whether the state leaves out the base, which is frozen and lies in --model: a real one takes gigabytes."""
@@ -70,30 +109,40 @@ class Run:
         if not self.settings.resume:
             return 0
         try:
-            state = torch.load(path, map_location=self.settings.device, weights_only=True)
+            device = "cpu" if self.settings.parallel == "fsdp" else self.settings.device  # there a share of it fits
+            state = torch.load(path, map_location=device, weights_only=True)
             if missing := {"step", "settings", "history", "parameters", "optimizer"}.difference(state):
                 raise RuntimeError(f"it lacks '{min(missing)}'")
         except (RuntimeError, TypeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"--resume: {path} is damaged or not a training state "
                              f"({(str(error).splitlines() or ['empty'])[0]}): start without --resume") from None
         may_differ = {"resume", "steps", "log_every", "eval_every", "eval_problems", "save_every", "workers", "device",
-                      "compile", "out", "warmup", "tokens", "recompute"}
+                      "compile", "out", "warmup", "tokens", "recompute", "parallel", "batch_size",
+                      "accumulate"}
         for f in fields(self.settings):
             name, value = f.name, state["settings"].get(f.name, f.default)  # the default: older than the option
             if name not in may_differ and value != getattr(self.settings, name):
                 raise ValueError(f"--resume: {path} was trained with {name} = {value!r}, not "
                                  f"{getattr(self.settings, name)!r}: give the same options or start without --resume")
+        rows = state.get("global_batch", state["settings"].get("batch_size"))
+        if rows != self.global_batch():
+            raise ValueError(f"--resume: {path} was trained with batch_size * processes * accumulate = {rows}, not "
+                             f"{self.global_batch()}: keep that product or start without --resume")
         if state["step"] >= self.settings.steps:
             raise ValueError(f"--resume: {path} is at step {state['step']} already: raise --steps above it")
         if state.get("text") != self.text:
             raise ValueError(f"--resume: {path} was trained on other tokens than --data gives now: restore them or "
                              "start without --resume")
-        model.load_state_dict(state["parameters"], strict=not self.scorers_only())
-        # rates and kernels are this device's own: a CUDA graph would freeze the plain number that a CPU run left as rate
-        mine = [{key: group[key] for key in ("lr", "fused", "capturable")} for group in optimizer.param_groups]
+        now = model.state_dict()
+        model.load_state_dict({name: placed(value, now.get(name)) for name, value in state["parameters"].items()},
+                              strict=not self.scorers_only())
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]  # numbered so in the state
+        for i, moments in state["optimizer"]["state"].items():
+            state["optimizer"]["state"][i] = {name: placed(value, parameters[i]) for name, value in moments.items()}
+        # rates and kernels are this device's own: a graph would freeze the plain number that a CPU run left as rate
+        for group, own in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
+            group.update({key: own[key] for key in ("lr", "fused", "capturable")})
         optimizer.load_state_dict(state["optimizer"])
-        for group, own in zip(optimizer.param_groups, mine):
-            group.update(own)
         self.log["history"] = state["history"]
         print(f"resuming from {path} at step {state['step']}")
         return state["step"]
@@ -119,3 +168,53 @@ def provenance(device):
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return {"commit": commit, "date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__,
             "python": sys.version.split()[0]}
+
+
+# ----------------------------------------------------------------------------- numbers, checked and printed
+
+def finite(value, step, name="gradient norm"):
+    value = float(value)
+    if not math.isfinite(value):
+        raise ValueError(f"the {name} is {value} at step {step + 1}: --out keeps the last checkpoint; lower the rate")
+    return value
+
+
+def checked(values, norm, step):
+    """Values of a step by name, one for each layer or for all -> their means, floats. ValueError for one that is not
+    finite, and for such a gradient norm."""
+    called = {"kl": "KL loss", "retention": "retention loss"}
+    for name, value in values.items():
+        for layer, x in enumerate(value.flatten().tolist()):
+            finite(x, step, called.get(name, name) + f" of layer {layer}" * value.dim())
+    finite(norm, step)
+    return {name: value.mean().item() for name, value in values.items()}
+
+
+def report(when, **results):
+    """Print and return one line a policy, without the per-problem lists."""
+    for policy, r in results.items():
+        extra = "" if r["recall"] is None else f"  retention loss {r['loss']:.3f}  recall {r['recall']:.3f}"
+        if "perplexity" in r:
+            print(f"{when}: {policy:10s} perplexity {r['perplexity']:.3f}  tokens right {r['token_accuracy']:.4f} (n = "
+                  f"{r['n_tokens']} in {r['n_rows']} rows){extra}", flush=True)
+            continue
+        families = ", ".join(f"{f} {v:.3f}" for f, v in r["by_family"].items())
+        print(f"{when}: {policy:10s} trace tokens right {r['token_accuracy']:.4f}  whole traces {r['traces_right']:.3f}"
+              f" ({families}; n = {r['n_problems']}){extra}", flush=True)
+    return {policy: {k: v for k, v in r.items() if k != "right"} for policy, r in results.items()}
+
+
+def print_before_after(before, after, policy):
+    rows = [("retention loss", "loss", 3), ("recall of the teacher's top-k", "recall", 3),
+            ("perplexity", "perplexity", 3), ("tokens right", "token_accuracy", 4),
+            ("trace tokens right", "token_accuracy", 4), ("whole traces right", "traces_right", 3)]
+    text = "perplexity" in before[policy]
+    rows = [row for row in rows if row[0] != ("trace tokens right" if text else "tokens right")]
+    print(f"\n{policy:32s}{'before':>10s}{'after':>10s}")
+    for name, key, digits in rows:
+        if before[policy].get(key) is not None:  # no recall where nothing is evicted or selected
+            print(f"{name:32s}{before[policy][key]:10.{digits}f}{after[policy][key]:10.{digits}f}")
+    others = [f"{p}: {r['token_accuracy']:.4f} of tokens, " + (
+        f"perplexity {r['perplexity']:.3f}" if text else f"{r['traces_right']:.3f} of traces")
+        for p, r in before.items() if p in ("dense", "streaming")]
+    print(f"({'; '.join(others)})\n")

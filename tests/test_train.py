@@ -177,7 +177,7 @@ def test_unknown_options_and_words(args, capsys):
     assert "error: " in err and args[0].lstrip("-") in err
 
 
-@pytest.mark.parametrize("name", ["steps", "batch-size", "log-every", "save-every", "eval-problems"])
+@pytest.mark.parametrize("name", ["steps", "batch-size", "accumulate", "log-every", "save-every", "eval-problems"])
 def test_numbers_below_one(name, capsys, tmp_path):
     refused(capsys, run("--out", tmp_path / "out", f"--{name}", 0), f"--{name} must be at least 1, got 0")
     assert not (tmp_path / "out").exists()
@@ -663,7 +663,7 @@ def test_a_loss_that_is_no_number_stops_the_run(base, tmp_path, capsys, kind):
     good = {p.name: p.read_bytes() for p in out.iterdir()}
     capsys.readouterr()
     code = run(*job(kind, base, out), "--steps", 5, "--learning-rate", "1e30", "--base-learning-rate", "1e30")
-    refused(capsys, code, "NaN" if kind == "scorer" else "the loss is nan at step")
+    refused(capsys, code, "step 2", "layer 0: a score is NaN" if kind == "scorer" else "is nan at step 2")
     assert {p.name: p.read_bytes() for p in out.iterdir()} == good  # what was there before is still there
 
 
@@ -781,7 +781,7 @@ def test_ctrl_c_in_the_last_evaluation_keeps_the_training(base, tmp_path, monkey
 def test_no_checkpoint_of_a_diverged_model(base, tmp_path, capsys):
     out = tmp_path / "out"
     refused(capsys, run(*job("pretrain", base, out), "--steps", 8, "--log-every", 4, "--save-every", 1,
-                        "--learning-rate", 1e30), "the loss is nan")
+                        "--learning-rate", 1e30), "is nan at step")
     assert not out.joinpath("train_state.pt").exists() or \
         all(p.isfinite().all() for p in state_of(out)["parameters"].values())
 
@@ -790,7 +790,7 @@ def test_no_checkpoint_of_a_diverged_model(base, tmp_path, capsys):
     (("--seed", 1), ("seed = 0, not 1",)),
     (("--budget", 41), ("budget = 40, not 41",)),
     (("--n-sink", 1), ("n_sink = 2, not 1",)),
-    (("--batch-size", 3), ("batch_size = 2, not 3",)),
+    (("--batch-size", 3), ("batch_size * processes * accumulate = 2, not 3",)),
     (("--learning-rate", 0.5), ("learning_rate = ", "not 0.5")),
     (("--policy", "kvpop-mlp"), ("policy = 'kvpop', not 'kvpop-mlp'",)),
     (("--no-bounded",), ("bounded = True, not False",)),
