@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 STOP = []  # signals that ask for an end; looked at between steps
+FAILED = []  # what report_error was told
 STORE = CONTROL = None  # of the group: a key-value store, and gloo for numbers that the CPU needs
 
 
@@ -49,11 +50,12 @@ def processes():
         CONTROL = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # rank 0 may write for long
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if number == 0 else nowhere):
             yield
-        # not after an error: where a process is lost, taking leave of it can hang
-        dist.destroy_process_group()
+        if not FAILED:  # taking leave of a process that is lost can hang; the end of this one does it too
+            dist.destroy_process_group()
     finally:
         STORE = CONTROL = None
         STOP.clear()
+        FAILED.clear()
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -70,6 +72,7 @@ def use_gpu():
 
 def report_error(message):
     """One line on stderr from the first process that has an error; those that it takes along are silent."""
+    FAILED.append(message)
     with contextlib.suppress(RuntimeError):  # the store itself is gone
         if STORE is not None and STORE.add("reported", 1) > 1:
             return
