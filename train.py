@@ -158,7 +158,10 @@ def parse_settings(argv=None):
                  "max_tokens"):
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
-    for name in ("forget", "listwise_share", "held_out"):
+    for name in ("weight_decay", "eval_every", "warmup"):
+        if not 0 <= getattr(settings, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must not be below 0, got {getattr(settings, name)}")
+    for name in ("forget", "listwise_share", "held_out", "final_lr_ratio"):
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} is a share, 0 to 1, got {getattr(settings, name)}")
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):

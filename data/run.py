@@ -114,8 +114,11 @@ class Run:
             if missing := {"step", "settings", "history", "parameters", "optimizer"}.difference(state):
                 raise RuntimeError(f"it lacks '{min(missing)}'")
         except (RuntimeError, TypeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"--resume: {path} is damaged or not a training state "
-                             f"({(str(error).splitlines() or ['empty'])[0]}): start without --resume") from None
+            why = (str(error).splitlines() or ["empty"])[0]
+            if isinstance(error, pickle.UnpicklingError):  # whose text advises to let the file run its code
+                why = "it is no file of tensors and numbers alone"
+            raise ValueError(f"--resume: {path} is damaged or not a training state ({why}): start without "
+                             "--resume") from None
         may_differ = {"resume", "steps", "log_every", "eval_every", "eval_problems", "save_every", "workers", "device",
                       "compile", "out", "warmup", "tokens", "recompute", "parallel", "batch_size",
                       "accumulate"}

@@ -382,6 +382,8 @@ def attention(args):
         args.lengths, args.budgets = sorted({min(T, 1024) for T in args.lengths}), [256]
         args.batch, args.n_head, args.n_kv_head, args.head_dim, args.window = 1, 4, 2, 32, min(args.window, 64)
         print("no GPU: a reduced run on the dense reference, to show that it works; its times compare nothing")
+    if min(args.lengths) < 1:
+        raise ValueError(f"--lengths must be 1 or more, got {min(args.lengths)}")
     for budget in args.budgets:
         CacheSpec(args.n_sink, args.window, budget)  # refuses before any work
     shape = {name: getattr(args, name) for name in ("batch", "n_head", "n_kv_head", "head_dim", "n_sink", "window")}

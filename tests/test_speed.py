@@ -80,6 +80,7 @@ ROW = {"policy", "T", "budget", "batch", "n_head", "n_kv_head", "head_dim", "til
 def test_reduced_run_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").mkdir()
+    assert bench.main(["attention", "--lengths", "0", "640"]) == 2  # before any work
     assert bench.main(["attention", "--lengths", "640", "--policies", "random"]) == 0
     assert bench.main(["attention", "--lengths", "640", "--policies", "random", "streaming"]) == 0
     rows = json.loads((tmp_path / "assets/results/attention.json").read_text())["rows"]

@@ -183,6 +183,12 @@ def test_numbers_below_one(name, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["weight-decay", "eval-every", "warmup", "final-lr-ratio"])
+def test_numbers_below_zero(name, capsys, tmp_path):
+    refused(capsys, run("--out", tmp_path / "out", f"--{name}", -1), f"--{name} ", "got -1")
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_gpu(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused(capsys, run("--device", "cuda", "--out", tmp_path / "out"), "--device cuda", "--device cpu")
