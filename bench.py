@@ -40,8 +40,8 @@ from decode import force, generate
 from flex_masks import CacheSpec
 from model import ModelConfig, causal_attend, fingerprint, load_model, read_json
 from scorer import check_policy, geometry, make_scorers, state_entries
-from targets import RetentionWatch
-from train import evaluate, policy_attend
+from targets import RetentionWatch, policy_attend
+from train import evaluate
 
 KINDS = ("filler", "definition", "working", "stated value")  # of bytes: prompt or trace, worth keeping or not
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scorer as scorers_module
 from data import parallel
-from data.batches import (PackedRows, Problems, collate_problems, first_row, loader, problem_batches,
+from data.batches import (PackedRows, Problems, collate_problems, first_row, global_batch, loader, problem_batches,
                           response_mask)
 from data.chat import chat_style
 from data.prompts import tokenizer_of
@@ -539,7 +539,7 @@ def retrofit(settings):
 
     @functools.lru_cache(maxsize=1)
     def noise_of(step, width):  # of all rows of a step, so that a row's does not depend on the process that has it
-        return torch.rand(config.n_layer, run.global_batch(), config.n_kv_head, width,
+        return torch.rand(config.n_layer, global_batch(settings), config.n_kv_head, width,
                           generator=torch.Generator().manual_seed(settings.seed * 10**6 + step))
 
     engine, tokens, done, stage, norm = parallel.Engine(model), 0, first_step, None, 0.0

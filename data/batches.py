@@ -86,12 +86,17 @@ def loader(dataset, settings, first_step, collate=None):
     """Micro-batches of this process, settings.accumulate a step, from first_step on. Step s has the rows from
     s * global_batch on, and its micro-batches go round the processes: which rows make a step, and which of them a
     micro-batch, depends on processes * accumulate alone."""
-    global_batch = settings.batch_size * world_size() * settings.accumulate
-    rows = [step * global_batch + first_row(settings, micro) + i for step in range(first_step, settings.steps)
+    size = global_batch(settings)
+    rows = [step * size + first_row(settings, micro) + i for step in range(first_step, settings.steps)
             for micro in range(settings.accumulate) for i in range(settings.batch_size)]
     return torch.utils.data.DataLoader(dataset, batch_size=settings.batch_size, sampler=rows, collate_fn=collate,
                                        num_workers=settings.workers,
                                        prefetch_factor=8 if settings.workers else None)
+
+
+def global_batch(settings):
+    """Rows a step, over all processes and micro-batches."""
+    return settings.batch_size * world_size() * settings.accumulate
 
 
 def first_row(settings, micro):

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from data.batches import global_batch
 from data.parallel import gathered, placed, rank, summed, world_size
 from model import copy_companions, save_model, write_json
 from scorer import save_scorers
@@ -50,7 +51,7 @@ class Run:
         parameters = gathered({k: v.detach() for k, v in model.state_dict().items()
                                if k.startswith("scorers.") or not scorers_only})
         state = {"step": step, "settings": asdict(self.settings), "history": self.log["history"], "text": self.text,
-                 "global_batch": self.global_batch(), "parameters": parameters,
+                 "global_batch": global_batch(self.settings), "parameters": parameters,
                  "optimizer": gathered(optimizer.state_dict())}
         if rank() == 0:
             with self.writing(f"the state after {step} steps"):
@@ -95,10 +96,6 @@ class Run:
             raise ValueError(f"cannot write {what} to {self.folder} ({reason}): the last checkpoint there is kept; "
                              "make room and continue with --resume") from None
 
-    def global_batch(self):
-        """Rows a step, over all processes and micro-batches."""
-        return self.settings.batch_size * world_size() * self.settings.accumulate
-
     def scorers_only(self):
         """Whether the state leaves out the base, which is frozen and lies in --model: a real one takes gigabytes."""
         return bool(self.settings.data) and not self.settings.train_base
@@ -128,9 +125,9 @@ class Run:
                 raise ValueError(f"--resume: {path} was trained with {name} = {value!r}, not "
                                  f"{getattr(self.settings, name)!r}: give the same options or start without --resume")
         rows = state.get("global_batch", state["settings"].get("batch_size"))
-        if rows != self.global_batch():
+        if rows != global_batch(self.settings):
             raise ValueError(f"--resume: {path} was trained with batch_size * processes * accumulate = {rows}, not "
-                             f"{self.global_batch()}: keep that product or start without --resume")
+                             f"{global_batch(self.settings)}: keep that product or start without --resume")
         if state["step"] >= self.settings.steps:
             raise ValueError(f"--resume: {path} is at step {state['step']} already: raise --steps above it")
         if state.get("text") != self.text:

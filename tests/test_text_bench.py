@@ -318,8 +318,8 @@ def test_needles_found_are_counted(run, qwen3, monkeypatch):
     assert again == rows and len(asked["dense"]) == seen
 
 
-def test_needles_under_a_budget_that_holds_everything(run, qwen3, monkeypatch):
-    """Nothing scripted: the same ids as dense, other ones under a small budget; a chat asks in the template."""
+def watch_generate(monkeypatch):
+    """-> a list that each call of generate adds (prompts, generated ids) to."""
     texts = []
 
     def watched(model, prompts, spec=None, scorers=None, **how):
@@ -327,6 +327,12 @@ def test_needles_under_a_budget_that_holds_everything(run, qwen3, monkeypatch):
         texts.append((prompts, result.tokens))
         return result
     monkeypatch.setattr(text_bench, "generate", watched)
+    return texts
+
+
+def test_needles_under_a_budget_that_holds_everything(run, qwen3, monkeypatch):
+    """Nothing scripted: the same ids as dense, other ones under a small budget; a chat asks in the template."""
+    texts = watch_generate(monkeypatch)
     args = ("needle", "--context", 160, "--distances", 60, "--problems", 3, "--keys", 2, *SMALL, "--policies",
             "streaming", "h2o", "--budgets", 400, 20, "--chat")
     rows = run(*args, model=qwen3, text=qwen3 / "filler.txt")[1]["rows"]
@@ -363,13 +369,7 @@ def test_distinct():
 
 
 def test_health_reads_what_was_written(run, shipped, monkeypatch):
-    texts = []
-
-    def watched(model, prompts, spec=None, scorers=None, **how):
-        result = generate(model, prompts, spec, scorers, **how)
-        texts.append((prompts, result.tokens))
-        return result
-    monkeypatch.setattr(text_bench, "generate", watched)
+    texts = watch_generate(monkeypatch)
     args = ("--context", 60, "--prompt-tokens", 12, "--window", 8, "--n-sink", 0, 2, "--policies", "streaming",
             "--budgets", 100, 20, "--documents", 3)
     code, results = run("health", *args)
