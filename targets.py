@@ -297,8 +297,10 @@ class Retention:
     noise: torch.Tensor = None       # (n_layer, B, H_kv, n_samples) uniform: the queries; None: drawn
     want_recall: bool = False
     compiled: bool = False           # thresholds through torch.compile (flex_masks.parallel_cutoffs)
+    sort: bool = True                # keys in the order of their lifetimes, on a GPU; False: in time order
     loss: dict = field(default_factory=dict)
     recall: dict = field(default_factory=dict)
+    plans: dict = field(default_factory=dict)  # layer -> evict_at: a recomputed block takes the plan of its forward
     passes: int = 0                  # transposed passes so far: one a layer and micro-step
 
 
@@ -386,11 +388,13 @@ def training_attend(model, spec, retention, anchors=None):
         with torch.enable_grad() if anchors is not None else contextlib.nullcontext():
             scores, log_gamma = scorer(k.detach(), v.detach(), retention.lengths), scorer.log_gamma()
         try:
-            with torch.no_grad():
-                evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
+            if layer not in retention.plans:
+                with torch.no_grad():
+                    retention.plans[layer] = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
         except ValueError as error:  # a score that is NaN: say whose
             raise ValueError(f"layer {layer}: {error}") from None
-        out, lse = attention(q, k, v, evict_at, spec, compiled=retention.compiled)
+        evict_at = retention.plans[layer]
+        out, lse = attention(q, k, v, evict_at, spec if retention.sort else None, compiled=retention.compiled)
         if scorer.window is None:
             return out
         inputs = (scores, log_gamma, q.detach(), k.detach(), lse.detach(), evict_at, retention, layer)
