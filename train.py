@@ -37,7 +37,7 @@ from data.run import Run, checked, finite, print_before_after, report
 from data.text import TextRows, collate_rows, read_header, token_folder
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
-from flex_masks import CacheSpec, attention, evict_at_block_mask, has_kernel
+from flex_masks import CacheSpec, attention, attention_tables
 from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, read_json, resolve_checkpoint
 from targets import (LISTWISE_SHARE, POWER, Retention, counted_rows, gate_shortfall, gated_attend, training_attend)
 
@@ -108,9 +108,10 @@ class Settings:
     eval_every: int = option(0, "steps between evaluations; 0 = before and after only")
     eval_problems: int = option(4, "validation problems a family in an evaluation; with --data, held-out rows")
     save_every: int = option(500, "steps between checkpoints")
-    recompute: bool = option(False, "activations of a block again in its backward: less memory under --train-base")
-    compile: bool = option(True, "on a GPU: torch.compile the pretraining forward (not under fsdp), the thresholds of "
-                                 "a retrofit and, on text, the blocks")
+    recompute: bool = option(False, "activations of a block, of a scorer alone on a frozen base, again in its "
+                                   "backward: less memory")
+    compile: bool = option(True, "on a GPU: torch.compile the pretraining forward (not under fsdp), the thresholds "
+                                 "of a retrofit and, on text, blocks and scorers")
     sort: bool = option(True, "on a GPU: attention over keys in the order of their lifetimes, which skips empty tiles; "
                               "off: in the order of time")
     graph: bool = option(True, "on a GPU: replay each step as one CUDA graph; launching its kernels takes longer. Not "
@@ -187,8 +188,8 @@ def parse_settings(argv=None):
 def packed_attend(evict_at):
     """Attention of packed rows, tokens seen until their evict_at (B, T); one BlockMask serves all layers and heads."""
     evict_at = evict_at[:, None]  # (B, 1, T): all heads alike
-    block_mask = evict_at_block_mask(evict_at) if has_kernel(evict_at) else None
-    return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask=block_mask)[0]
+    tables = attention_tables(evict_at)
+    return lambda layer, q, k, v: attention(q, k, v, evict_at, tables=tables)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,6 +385,7 @@ def retrofit_losses(settings, model, teacher):
     settings.policy may also be "dense": nothing is evicted and no scorer learns (what bench.py compares with)."""
     gated, taught_by_kl = settings.policy == "dms-cap", settings.train_base or settings.policy == "dms-cap"
     n_layer, top_k = model.config.n_layer, min(settings.top_k, model.config.vocab_size)
+    compiled, long = settings.compile and settings.device == "cuda", bool(settings.data)
 
     def losses(stage, idx, lengths, starts, noise, ramp, total, share, recall_share, want_recall):
         """Under the CacheSpec `stage`. idx (B, T), lengths and starts (B,) of a micro-batch; noise (n_layer, B, H_kv,
@@ -392,7 +394,8 @@ def retrofit_losses(settings, model, teacher):
         retention = Retention(stage, lengths, weight=share / n_layer, n_samples=settings.n_samples,
                               tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
                               listwise_share=settings.listwise_share, want_recall=want_recall, noise=noise,
-                              compiled=settings.compile and settings.device == "cuda", sort=settings.sort)
+                              compiled=compiled, compiled_scorer=compiled and long and settings.parallel == "ddp",
+                              sort=settings.sort, recompute=settings.recompute)
         values, anchors, gates = {}, [], []
         if not taught_by_kl:
             with autocast(settings.device), torch.no_grad():

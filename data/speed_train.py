@@ -78,8 +78,9 @@ def matmul_rate(device, n=None):
 def settings_of(policy, sort, T, args, device):
     """train.py's Settings for a step at T tokens, with its checks; the paper's rates."""
     given = ["--policy", "kvpop" if policy == "dense" else policy, "--data", "random tokens", "--context", T,
-             "--budget", args.budget, "--n-sink", args.n_sink, "--window", args.window, "--batch-size", args.micro_batch,
-             "--steps", 2000, "--warmup", 100, "--device", device, "--learning-rate", 1e-3,
+             "--budget", args.budget, "--n-sink", args.n_sink, "--window", args.window,
+             "--batch-size", args.micro_batch, "--steps", 2000, "--warmup", 100, "--device", device,
+             "--learning-rate", 1e-3,
              "--base-learning-rate", 8e-5, "--base-schedule", "constant",
              *["--train-base"] * (not args.freeze_base), *["--recompute"] * args.recompute,
              "--sort" if sort else "--no-sort", "--compile" if args.compile else "--no-compile",
@@ -227,11 +228,10 @@ class Parts:
             watch(model, "forward", student)
             if teacher is not None:
                 watch(teacher, "forward", self.timed("teacher", teacher.forward))
-            for scorer in model.scorers:
-                watch(scorer, "forward", self.timed("scorer", scorer.forward))
             for name, owner, part in (
                     ("top_logits", training, "kl"), ("distillation_kl", training, "kl"),
                     ("optimizer_step", training, "optimizer"), ("judge", targets, "scorer"),
+                    ("score", targets, "scorer"), ("compiled_score", targets, "scorer"),
                     ("future_attention", targets, "transposed"), ("lifetime_order", flex_masks, "plan"),
                     ("compiled_lifetime_order", flex_masks, "plan"), ("evict_at_block_mask", flex_masks, "plan")):
                 watch(owner, name, self.timed(part, getattr(owner, name)))

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 import bench
+import flex_masks
 import model as model_file
 import targets
 import train as training
 from data import speed_train
 from flex_masks import CacheSpec, plan
 from model import ModelConfig, Transformer
+from test_masks import Kernel
 
 SMALL = ModelConfig(vocab_size=100, n_layer=2, n_embd=8, n_head=4, n_kv_head=2, head_dim=6, intermediate_size=10,
                     max_seq_len=64)
@@ -78,11 +80,11 @@ def test_parts_are_exclusive_and_the_visible_pairs_known(monkeypatch):
     for owner, name, seconds in (
             (training, "top_logits", 2), (training, "distillation_kl", 3), (training, "optimizer_step", 5),
             (targets, "attention", 7), (targets, "future_attention", 11), (targets, "judge", 13),
-            (speed_train.flex_masks, "plan", 17), *((scorer, "forward", 19) for scorer in job.model.scorers),
+            (flex_masks, "plan", 17), (targets, "score", 19),
             (job.teacher, "forward", 23), (job.model, "forward", 29), (torch.Tensor, "backward", 31)):
         takes(owner, name, seconds)
-    planned, real = [], speed_train.flex_masks.plan
-    monkeypatch.setattr(speed_train.flex_masks, "plan", lambda *a, **k: planned.append(real(*a, **k)) or planned[-1])
+    planned, real = [], flex_masks.plan
+    monkeypatch.setattr(flex_masks, "plan", lambda *a, **k: planned.append(real(*a, **k)) or planned[-1])
     ms, pairs = job.step_in_parts()
     assert ms == dict(  # two layers, recomputed once: attention and scorers run four times, plans and targets twice
         teacher=23e3, student=29e3 + 2 * 7e3, backward=2 * 7e3, plan=2 * 17e3, transposed=2 * 11e3,
@@ -100,7 +102,7 @@ def test_parts_of_a_real_step_add_up():
     whole = 1e3 * (time.perf_counter() - start)
     assert list(ms) == list(speed_train.PARTS) and all(ms[name] > 0 for name in ms)
     assert sum(ms.values()) <= whole and ms["backward"] + ms["student"] > 0.1 * whole
-    assert "forward" not in vars(job.model) and targets.plan is speed_train.flex_masks.plan  # nothing is left behind
+    assert "forward" not in vars(job.model) and targets.plan is flex_masks.plan  # nothing is left behind
 
 
 def test_dense_is_plain_distillation():
@@ -146,6 +148,35 @@ def test_compiled_blocks_change_nothing(monkeypatch, recompute):
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-6)
     assert len(seen) == 4
     torch._dynamo.reset()
+
+
+def test_a_recomputed_forward_plans_nothing_anew(monkeypatch):
+    """On the path of a GPU: one order of the keys a layer for the two forwards of a block, and the same gradients."""
+    monkeypatch.setattr(flex_masks, "compiled_flex_attention", Kernel())
+    monkeypatch.setattr(flex_masks, "has_kernel", lambda q: True)
+    ends = []
+    for name, sort in (("lifetime_order", True), ("evict_at_block_mask", False)):
+        calls, real = [], getattr(flex_masks, name)
+        monkeypatch.setattr(flex_masks, name, lambda *a: calls.append(1) or real(*a))
+        for recompute in (True, False):
+            calls.clear()
+            job = make_job(sort=sort, T=256, recompute=recompute)
+            values, norm = job.step()
+            assert len(calls) == 2, "two layers"
+            ends.append((values, norm, [p.detach() for p in job.model.parameters()]))
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=2e-3, atol=1e-5)
+
+
+def test_a_frozen_base_recomputes_its_scorers_alone(monkeypatch):
+    calls, real, ends = [], targets.score, []
+    monkeypatch.setattr(targets, "score", lambda *a: calls.append(1) or real(*a))
+    for recompute in (False, True):
+        job = make_job(freeze_base=True, recompute=recompute)
+        values, norm = job.step()
+        ends.append((values["retention"], norm, [p.detach() for p in job.model.scorers.parameters()]))
+    assert len(calls) == 2 + 4
+    torch.testing.assert_close(ends[1], ends[0])
 
 
 def test_settings_are_those_of_train(monkeypatch):
