@@ -34,11 +34,13 @@ from data.chat import chat_style
 from data.evaluation import autocast, evaluate, evaluate_text
 from data.prompts import tokenizer_of
 from data.run import Run, checked, finite, print_before_after, report
+from data.teacher import TaughtRows, checksum
 from data.text import TextRows, collate_rows, read_header, token_folder
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
 from flex_masks import CacheSpec, attention, attention_tables
-from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, read_json, resolve_checkpoint
+from model import (GraphedStep, ModelConfig, Transformer, causal_attend, fingerprint, load_model, read_json,
+                   resolve_checkpoint)
 from targets import (LISTWISE_SHARE, POWER, Retention, counted_rows, gate_shortfall, gated_attend, training_attend)
 
 ADAPTED = ("streaming", "random", "knorm")  # nothing to learn but the base: with --train-base the `-plus` rows
@@ -67,6 +69,8 @@ class Settings:
     field: str = option("text", "of a row of --data: text, or a list of messages")
     split: str = option("train", "of a hub data set; several are joined by +")
     subset: str = option("", "of a hub data set")
+    teacher: str = option("", "with --data and --train-base: folder for the teacher's top logits, written on first "
+                              "use; the teacher is then not in memory, and its forward is not run")
     tokens: str = option("", "folder for the tokens made of --data; none: tokens in --out")
     held_out: float = option(0.02, "share of the documents of --data that evaluation has for itself")
     max_tokens: int = option(100_000_000, "of --data: tokenising stops there; a hub data set can be without end")
@@ -173,6 +177,8 @@ def parse_settings(argv=None):
         raise ValueError("--budget-start must not be below --budget, and dms-cap has a ramp of its own: leave it out")
     if settings.data and (settings.stage == "pretrain" or settings.families != "both"):
         raise ValueError("--data is for a retrofit on text alone: leave --stage pretrain and --families out")
+    if settings.teacher and not (settings.data and settings.train_base):
+        raise ValueError("--teacher keeps what a full retrofit on text distils from: add --data and --train-base")
     if settings.stage == "pretrain" and (Path(settings.out) / "scorer.json").is_file():
         raise ValueError(f"--out {settings.out} holds a retrofit, whose scorer does not fit a new base: choose another")
     if settings.stage == "retrofit" and Path(settings.out).resolve() == Path(settings.model).resolve():
@@ -381,16 +387,17 @@ def pretrain(settings):
 
 
 def retrofit_losses(settings, model, teacher):
-    """losses(stage, *inputs, want_recall) of train_step for a retrofit; teacher: None where there is no KL.
+    """losses(stage, *inputs, want_recall) of train_step for a retrofit; teacher: None where there is no KL, or where
+    its top_logits come with the rows.
     settings.policy may also be "dense": nothing is evicted and no scorer learns (what bench.py compares with)."""
     gated, taught_by_kl = settings.policy == "dms-cap", settings.train_base or settings.policy == "dms-cap"
     n_layer, top_k = model.config.n_layer, min(settings.top_k, model.config.vocab_size)
     compiled, long = settings.compile and settings.device == "cuda", bool(settings.data)
 
-    def losses(stage, idx, lengths, starts, noise, ramp, total, share, recall_share, want_recall):
+    def losses(stage, idx, lengths, starts, noise, ramp, total, share, recall_share, *known, want_recall):
         """Under the CacheSpec `stage`. idx (B, T), lengths and starts (B,) of a micro-batch; noise (n_layer, B, H_kv,
         S) uniform; scalars: ramp of dms-cap, total: mean number of taught tokens of a process in this step, shares:
-        rows that count here, of the mean number of a process."""
+        rows that count here, of the mean number of a process; known: what top_logits gave, if that is on disk."""
         retention = Retention(stage, lengths, weight=share / n_layer, n_samples=settings.n_samples,
                               tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
                               listwise_share=settings.listwise_share, want_recall=want_recall, noise=noise,
@@ -403,8 +410,9 @@ def retrofit_losses(settings, model, teacher):
             loss = sum(anchors)
         else:
             with autocast(settings.device):
-                with torch.no_grad():
-                    known = top_logits(teacher, teacher(idx, causal_attend), top_k)
+                if teacher is not None:
+                    with torch.no_grad():
+                        known = top_logits(teacher, teacher(idx, causal_attend), top_k)
                 hidden = model(idx, causal_attend if settings.policy == "dense" else
                                gated_attend(model, stage, noise, gates) if gated else
                                training_attend(model, stage, retention))
@@ -468,14 +476,17 @@ def retrofit(settings):
         policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window,
         seed=settings.seed).to(settings.device)
     gated = settings.policy == "dms-cap"  # taught by the KL, so it needs a teacher even where the base is frozen
-    teacher = read(frozen).requires_grad_(False) if settings.train_base else model if gated else None
+    distilled = settings.train_base and not settings.teacher
+    teacher = read(frozen).requires_grad_(False) if distilled else model if gated else None
     model.scorers = make(settings.policy)
     if sharded:
         parallel.shard(model, settings.device)
         if teacher not in (model, None):
             parallel.shard(teacher, settings.device)
     make_ready(settings, model, teacher)
-    optimizer = make_optimizer(model, settings)
+    optimizer = make_optimizer(model, settings)  # ahead of any forward, which under FSDP leaves some weights whole
+    if settings.teacher:
+        rows = taught_rows(settings, run, model, rows)  # before a resume: now the model is still the teacher
     first_step = run.resume(model, optimizer)
     print(f"{settings.policy} on {settings.model}, {'all weights' if settings.train_base else 'scorer alone'}: "
           f"{sum(p.numel() for p in model.scorers.parameters()):,} scorer parameters on {settings.device}; "
@@ -511,7 +522,7 @@ def retrofit(settings):
                     torch.cuda.synchronize()  # the last stage's graph may still run, and its memory is given back here
                 stage, run_step = now, make_step(engine, optimizer, settings, functools.partial(losses, now))
             counts = [(idx.numel() if settings.data else int((lengths - 1 - starts).sum()), int(lengths.sum()),
-                       *counted_rows(lengths, idx.shape[1], stage)) for idx, lengths, starts in batches]
+                       *counted_rows(lengths, idx.shape[1], stage)) for idx, lengths, starts, *_ in batches]
             taught, seen, n_rows, n_recall = parallel.agree(map(sum, zip(*counts)))
             mean = [max(n, 1) / parallel.world_size() for n in (taught, n_rows, n_recall)]  # of a process
             ramp = torch.tensor(min(1.0, (step + 1) / (0.6 * settings.steps)))  # of the share that dms-cap must mark
@@ -519,8 +530,8 @@ def retrofit(settings):
             for micro, (batch, count) in enumerate(zip(batches, counts)):
                 row = first_row(settings, micro)
                 noise = noise_of(step, batch[0].shape[1] if gated else settings.n_samples)
-                inputs += [*batch, noise[:, row:row + settings.batch_size], ramp, torch.tensor(mean[0]),
-                           torch.tensor(count[2] / mean[1]), torch.tensor(count[3] / mean[2])]
+                inputs += [*batch[:3], noise[:, row:row + settings.batch_size], ramp, torch.tensor(mean[0]),
+                           torch.tensor(count[2] / mean[1]), torch.tensor(count[3] / mean[2]), *batch[3:]]
             set_rates(optimizer, step, settings)
             try:
                 values, norm = run_step(*(x.to(settings.device) for x in inputs), want_recall=logging)
@@ -563,6 +574,20 @@ def text_rows(settings, folder, config):
     train, held_out = (TextRows(tokens, settings.context, side, seed, tokenizer, config.vocab_size)
                        for side, seed in (("train", settings.seed), ("held_out", 0)))
     return train, [held_out[i] for i in range(min(held_out.n, settings.eval_problems))], read_header(tokens)
+
+
+def taught_rows(settings, run, model, rows):
+    """Rows with what the model, not yet trained, says about them; written to --teacher where they are not there."""
+    top_k = min(settings.top_k, model.config.vocab_size)
+    taught = TaughtRows(settings.teacher, rows, dict(
+        model=fingerprint(run.source), tokenizer=run.text["made"]["tokenizer"], data=checksum(rows.file.path),
+        context=settings.context, top_k=top_k, precision="bfloat16" if settings.device == "cuda" else "float32"))
+
+    def logits_of(idx):
+        with torch.no_grad(), autocast(settings.device):
+            return top_logits(model, model(idx, causal_attend), top_k)
+    taught.write(settings.steps * global_batch(settings), logits_of, settings.batch_size, settings.device)
+    return taught
 
 
 def interrupted(run, model, optimizer, step, norm, spec=None):
