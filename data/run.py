@@ -106,8 +106,8 @@ class Run:
         if not self.settings.resume:
             return 0
         try:
-            device = "cpu" if self.settings.parallel == "fsdp" else self.settings.device  # there a share of it fits
-            state = torch.load(path, map_location=device, weights_only=True)
+            # mapped into memory: tensors go to where they belong one by one, as 60 GB of a 4B model must
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             if missing := {"step", "settings", "history", "parameters", "optimizer"}.difference(state):
                 raise RuntimeError(f"it lacks '{min(missing)}'")
         except (RuntimeError, TypeError, EOFError, pickle.UnpicklingError) as error:
