@@ -116,6 +116,22 @@ def test_dense_is_plain_distillation():
     assert values["kl"] > 1e-5 and norm > 1e-3 and values["retention"].shape == (2,)
 
 
+def test_a_bf16_teacher_is_the_model_that_is_trained(monkeypatch):
+    """In the precisions of a GPU: fp32 weights with products in bf16 give what their bf16 copy gives, bit for bit, as
+    long as what runs between the blocks is bf16 in both."""
+    monkeypatch.setattr(training, "autocast", lambda device: torch.autocast("cpu", torch.bfloat16))
+    found = []
+    for stream in (torch.bfloat16, None):
+        job = make_job("dense")
+        job.teacher.bfloat16()
+        with torch.no_grad():
+            for mine, its in zip(job.model.parameters(), job.teacher.parameters()):
+                mine.copy_(its)
+        job.model.stream_dtype = stream
+        found.append(job.step()[0]["kl"].item())
+    assert found[0] == 0 and found[1] > 1e-9
+
+
 def test_a_frozen_base_trains_the_scorers_alone():
     job = make_job(freeze_base=True)
     before = {n: p.clone() for n, p in job.model.named_parameters()}
