@@ -102,6 +102,7 @@ def test_parts_of_a_real_step_add_up():
     whole = 1e3 * (time.perf_counter() - start)
     assert list(ms) == list(speed_train.PARTS) and all(ms[name] > 0 for name in ms)
     assert sum(ms.values()) <= whole and ms["backward"] + ms["student"] > 0.1 * whole
+    assert job.scorer_backward_ms() > 0 and job.scored[1][1].shape == (1, 2, 96, 32)  # of the step's own keys
     assert "forward" not in vars(job.model) and targets.plan is flex_masks.plan  # nothing is left behind
 
 
@@ -112,6 +113,7 @@ def test_dense_is_plain_distillation():
     values, norm = job.step()
     assert set(values) == {"kl"} and values["kl"].abs() < 1e-6 and norm < 1e-3
     assert job.step_in_parts()[1] == speed_train.causal_pairs(job.model.config, 1, 96)
+    assert job.scorer_backward_ms() == 0
     values, norm = make_job("kvpop").step()
     assert values["kl"] > 1e-5 and norm > 1e-3 and values["retention"].shape == (2,)
 
