@@ -15,6 +15,7 @@ import torch
 import bench
 import train
 from bench import Case, bootstrap, forced
+from data import evaluation
 from data.batches import collate_problems
 from data.tokenizer import EOT, decode
 from data.traces import ALPHABET, Verdict, make_problem, worth_keeping
@@ -22,6 +23,7 @@ from decode import KVCache, dense_spec, generate, step
 from flex_masks import CacheSpec
 from model import ModelConfig, causal_attend, save_model
 from scorer import LEARNED, POLICIES, make_scorer, save_scorers
+from targets import policy_attend
 from tiny import tiny_scorers, tiny_transformer
 
 SHAPE = dict(n_layer=2, n_kv_head=2, head_dim=8)
@@ -207,7 +209,7 @@ def test_oracle_beside_a_plain_one(base, pool):
 
 def test_recall_is_that_of_training(base, pool, monkeypatch):
     """train.evaluate takes the same average; both ways of holding less than the teacher would."""
-    monkeypatch.setattr(train, "problem_batches", lambda *_: (
+    monkeypatch.setattr(evaluation, "problem_batches", lambda *_: (
         (*collate_problems([p]), [p]) for p in sorted(pool[:4], key=lambda p: len(p.prompt) + len(p.trace))))
     for policy in ("kvpop", "position"):
         scorers, spec = tiny_scorers(policy, 3), spec_of(policy, 30)
