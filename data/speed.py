@@ -262,9 +262,9 @@ class Inputs:
         return torch.autograd.grad(self.attend(*self.leaves)[0], self.leaves, self.q)
 
     @torch.no_grad()
-    def transposed(self, lse, evict_at):
+    def transposed(self, lse):
         lengths = torch.full((len(self.q),), self.q.shape[2], device=self.device)
-        return transposed_lse(self.q, self.k, lse, self.spec.window, lengths, evict_at, 2.0,
+        return transposed_lse(self.q, self.k, lse, self.spec.window, lengths, True, 2.0,
                               self.options["transposed"] or None)
 
 
@@ -308,7 +308,7 @@ def attention_row(policy, T, budget, args, device, options, dense):
             row[f"ratio_{name}"] = row[f"{name}_ms"] / row[f"dense_{name}_ms"]
     if row["fwd_ms"] and T > args.window:
         lse = x.forward()[1]
-        measure("transposed_ms", lambda: median_ms(lambda: x.transposed(lse, evict_at), device))
+        measure("transposed_ms", lambda: median_ms(lambda: x.transposed(lse), device))
     return row
 
 
@@ -316,10 +316,10 @@ def tune_options(T, budget, args, device, options):
     """Try FORWARD, BACKWARD and TRANSPOSED one at a time on random scores -> the best options, and a list of trials:
     what, options, ms (None: refused). A candidate is kept where it beats no option at all by more than 1 %."""
     x = Inputs("random", T, budget, args, device, {key: dict(value) for key, value in options.items()})
-    lse, evict_at, trials = x.forward()[1], x.planned(), []
+    lse, trials = x.forward()[1], []
     for what, kind, candidates, fn in (("fwd", "attention", FORWARD, x.forward),
                                        ("fwd_bwd", "attention", BACKWARD, x.forward_backward),
-                                       ("transposed", "transposed", TRANSPOSED, lambda: x.transposed(lse, evict_at))):
+                                       ("transposed", "transposed", TRANSPOSED, lambda: x.transposed(lse))):
         given, best = x.options[kind], None
         for option in ({}, *candidates):
             x.options[kind] = {**given, **option}
