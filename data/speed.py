@@ -25,12 +25,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flex_masks
 from data.batches import collate_problems
 from data.prompts import SHIPPED
+from data.resolve import weights_folder
 from data.results import earlier_rows, print_table, write_results
+from data.scorer_files import load_scorers
 from data.traces import FAMILIES, make_problem
-from decode import weights_folder
 from flex_masks import TILE, CacheSpec, effective_priority, lifetime_order, padded_dies, plan, pyplot
 from model import causal_attend, load_model
-from scorer import load_scorers
+
 from targets import transposed_lse
 
 DECAY = 0.9995  # of policy decay, per token: its oldest keys have sunk by one standard deviation after 2,000 tokens

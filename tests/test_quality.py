@@ -16,12 +16,13 @@ import bench
 import train
 from bench import Case, bootstrap, forced
 from data.batches import collate_problems
+from data.scorer_files import save_scorers
 from data.tokenizer import EOT, decode
 from data.traces import ALPHABET, Verdict, make_problem, worth_keeping
 from decode import KVCache, dense_spec, generate, step
 from flex_masks import CacheSpec
 from model import ModelConfig, causal_attend, save_model
-from scorer import LEARNED, POLICIES, make_scorer, save_scorers
+from scorer import LEARNED, POLICIES, make_scorer
 from tiny import tiny_scorers, tiny_transformer
 
 SHAPE = dict(n_layer=2, n_kv_head=2, head_dim=8)
