@@ -525,10 +525,9 @@ def dense_reference(q, k, v, mask_mod=None, score_mod=None, scale=None, chunk=12
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def fused_attention(q, k, v, block_mask, scale=None, **options):
+def fused_attention(q, k, v, block_mask, **options):
     """The compiled kernel on tensors padded to the lengths of block_mask, which must hide pad keys; head_dim below 16
-    too. -> out (Z, h, T_q, D_v), lse (Z, h, T_q) fp32. scale: of the scores, None = 1 / sqrt(D). options:
-    flex_attention's.
+    too. -> out (Z, h, T_q, D_v), lse (Z, h, T_q) fp32. options: flex_attention's.
     RuntimeError: too many shapes in one process."""
     T, D, D_v = q.shape[2], q.shape[3], v.shape[3]
     q_len, kv_len = block_mask.seq_lengths
@@ -536,7 +535,7 @@ def fused_attention(q, k, v, block_mask, scale=None, **options):
     # 16 is the smallest head that the kernel takes; zeros change neither scores nor the rest of the output
     q, k, v = (pad_to(x, max(16, x.shape[3]), 0.0, 3) for x in (q, k, v))
     try:
-        out, aux = compiled_flex_attention(q, k, v, block_mask=block_mask, scale=scale or D**-0.5,
+        out, aux = compiled_flex_attention(q, k, v, block_mask=block_mask, scale=D**-0.5,
                                            return_aux=AuxRequest(lse=True), **options)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise RuntimeError(f"attention of shape {tuple(q.shape)} is one compile too many: over "

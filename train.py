@@ -95,7 +95,7 @@ class Settings:
     listwise_share: float = option(LISTWISE_SHARE, "of listwise_loss in the scorer's loss; 0: boundary loss alone")
     n_samples: int = option(128, "boundaries a sequence and head at which the scorer is taught")
     tau: float = option(1.0, "temperature of the boundary loss")
-    bounded: bool = option(True, "no query gives an evicted token more than all its attention (targets.py)")
+    bounded: bool = option(True, "future mass of an evicted token as if it were put back (targets.py)")
     target_power: float = option(POWER, "power mean over future queries in the target; 1 is the paper's mean mass")
     top_k: int = option(256, "teacher logits that the KL sees, renormalised")
     prompt_weight: float = option(0.1, "loss weight of prompt tokens in pretraining: they are mostly random")
