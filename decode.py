@@ -3,7 +3,7 @@
 What this file holds, bottom-up:
   LayerCache, KVCache   the static tensors of one layer and of all; `step` evicts one entry and writes one
   prefill, step         whole prompts under the mask of training, keeping each layer's survivors; then a token a row
-  sample, generate      filters, per-row randomness, the batched loop with its stop reasons; `resume` adds a turn
+  generate              the batched loop with its stop reasons; `resume` adds a turn (data/sampling.py draws tokens)
   force                 given rows through the same decode step: how a dynamic policy is measured
   main                  the command line
 How it departs from a vanilla KV cache: a slot is not a position. A new token takes the slot of the token evicted for
@@ -29,15 +29,17 @@ from data.figures import draw_kept
 from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, labels, open_prompts, resolve_device,
                           sampling, say, stop_ids, summary, tokenizer_of, verdict)
 from data.resolve import resolve_policy, resolve_spec, weights_folder
+from data.sampling import sample
 from data.scorer_files import load_scorers
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
 from model import GraphedStep, ModelConfig, Transformer, load_model, read_json
 from scorer import LEARNED, POLICIES, check_window, make_scorers
 
-# SDPA's kernels for a step, best first: flash alone splits the few heads of a small batch over the whole card. Its own
-# choice is cuDNN's, which took 50 of a layer's 200 us at batch 1 and 4096 entries (H200, Qwen3-8B shapes)
-STEP_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-                 SDPBackend.MATH]
+# SDPA's kernels for a step, best first. Flash splits the few heads of a small batch over the whole card: 18 us a layer
+# at batch 1 and 4096 entries where cuDNN takes 50. With many heads cuDNN is faster, 124 us against 210 at batch 64 and
+# 2048 entries (H200, Qwen3-8B shapes)
+FEW_HEADS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+MANY_HEADS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CHUNK = 8192  # tokens that a prefill takes through an MLP at a time: a prompt's own activations then stay small
 
 # ------------------------------------------------------------------------------------------------------------ The cache
@@ -163,7 +165,7 @@ class LayerCache:
 
 class KVCache:
     """All layers; `input_pos` (B,) int64, the position of each row's next token; `seen`, an int: no row's is smaller;
-    `compiled`: `step` runs blocks through torch.compile, which leaves a GPU fewer kernels.
+    `compiled`: `step` runs blocks through torch.compile, which leaves a GPU fewer kernels; "tuned": harder still.
     spec: CacheSpec. scorers: one per layer, or None for the dense policy with `dense_spec`. Memory for any length:
     n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state."""
 
@@ -198,7 +200,8 @@ class KVCache:
                 layer.state["prompt"].copy_(lengths)
 
     def run(self, block, x, cos, sin, attend, layer):  # the model's, in place of calling the block
-        return compiled_block_step(block, self.layers[layer], x, cos, sin, self.input_pos, self.full)
+        compiled = tuned_block_step if self.compiled == "tuned" else compiled_block_step
+        return compiled(block, self.layers[layer], x, cos, sin, self.input_pos, self.full)
 
     def attend(self, layer, q, k, v):  # the model's while decoding
         return self.layers[layer].step(q, k, v, self.input_pos, self.full)
@@ -291,12 +294,15 @@ def block_step(block, slots, x, cos, sin, input_pos, full):
 
 
 compiled_block_step = torch.compile(block_step, dynamic=False, fullgraph=True)
+# at batch 1 products become reductions, tried out one by one: nearer to the memory's speed, but a minute of compilation
+tuned_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options={"coordinate_descent_tuning": True})
 
 
 @torch.no_grad()
 def step(model: Transformer, idx, cache: KVCache):
     """One token per row: idx (B,) int64 -> logits (B, V). In place on the cache, without a wait for the device."""
-    with sdpa_kernel(STEP_BACKENDS, set_priority=True):
+    heads = len(idx) * model.config.n_kv_head
+    with sdpa_kernel(FEW_HEADS if heads <= 64 else MANY_HEADS, set_priority=True):
         hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None], cache.run if cache.compiled else None)
     cache.input_pos.add_(1)
     cache.seen += 1
@@ -363,42 +369,7 @@ def fuse_scorers(scorers):
         if hasattr(scorer, "fuse"):
             scorer.fuse()
 
-# ------------------------------------------------------------------------------------------------ Sampling and the loop
-
-def sampling_probs(logits, temperature, top_p=1.0, top_k=0):
-    """logits (B, V) -> fp64 probabilities in descending order (B, V), zero where filtered out, and their token ids.
-    Temperature, then top_k (0 = off; exactly k stay, lower ids first among equals), then top_p: the fewest tokens whose
-    share of what top_k left reaches top_p, at least one."""
-    logits = logits.double() - logits.amax(-1, keepdim=True)  # first, so that a tiny temperature gives no inf - inf
-    probs, ids = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    if top_k:
-        probs[:, top_k:] = 0.0
-    before = probs.cumsum(-1) - probs  # (B, V): what stands ahead of each
-    probs = probs.masked_fill(before >= top_p * probs.sum(-1, keepdim=True), 0.0) if top_p < 1 else probs
-    return probs / probs.sum(-1, keepdim=True), ids
-
-
-def most_likely(logits, k):
-    """Token ids (B, k), ascending: the k most likely, lower ids first among equals, which torch.topk leaves open."""
-    lowest = logits.topk(k).values[:, -1:]
-    above, equal = logits > lowest, logits == lowest
-    keep = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    return ids.where(keep, logits.shape[1]).topk(k, largest=False).values.sort().values
-
-
-def sample(logits, noise, temperature, top_p=1.0, top_k=0):
-    """logits (B, V), noise (B,) fp64 uniform in [0, 1) -> token ids (B,). temperature 0 is greedy."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    if 0 < top_k < logits.shape[1]:  # a sort of the whole vocabulary takes longer than a layer
-        kept = most_likely(logits, top_k)
-        return kept.gather(1, sample(logits.gather(1, kept), noise, temperature, top_p)[:, None]).squeeze(1)
-    probs, ids = sampling_probs(logits, temperature, top_p, top_k)
-    place = (probs.cumsum(-1) <= noise[:, None]).sum(-1, keepdim=True)  # the inverse of the cumulative distribution
-    place = torch.minimum(place, (probs > 0).sum(-1, keepdim=True) - 1)  # a sum rounded below 1 must not leave the set
-    return ids.gather(-1, place).squeeze(-1)
-
+# ------------------------------------------------------------------------------------------------------------- The loop
 
 @dataclass
 class Generation:
@@ -560,8 +531,8 @@ def parse_args(argv):
     add("--max-seq-len", type=int, help="prompt and text together (default and limit: the model's)")
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
-    add("--compile", action=argparse.BooleanOptionalAction, help="on a GPU, blocks through torch.compile: some 20 s, then "
-        "faster steps (default: for a billion parameters or more)")
+    add("--compile", action=argparse.BooleanOptionalAction,
+        help="on a GPU, blocks through torch.compile: some 20 s, then faster steps (default: from a billion parameters)")
     add("--picture", metavar="FILE.png", help="draw which tokens each layer still holds at the end")
     return parser.parse_args(argv)
 

@@ -517,11 +517,15 @@ class MLSTM(LearnedScorer, name="kvpop"):
     def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
         if not self.delayed and self.name == "kvpop":  # nothing here keeps the score until q leaves the window
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
-        B, half = len(k), self.head_dim // 2
-        x = torch.cat([k, v, k_leave, v_leave], dim=-1).transpose(0, 1).reshape(self.n_kv_head, 2 * B, -1)
-        names = ("w_q", "w_k", "w_v", "w_gate", "w_skip")
+        half, names = self.head_dim // 2, ("w_q", "w_k", "w_v", "w_gate", "w_skip")
         w = torch.cat([getattr(self, name) for name in names], dim=-1) if self.fused is None else self.fused
-        y = (x @ w.to(x.dtype)).unflatten(1, (B, 2)).transpose(0, 1)  # (B, H_kv, 2, ..): what enters, what leaves
+        x = torch.cat([z.transpose(0, 1) for z in (k, v, k_leave, v_leave)], dim=-1)  # (H_kv, B, 4D)
+        x = x.unflatten(-1, (2, -1)).flatten(1, 2)  # (H_kv, 2B, 2D): of each row what enters and what leaves
+        if torch.compiler.is_compiling() and len(k) <= 4:  # a few vectors: one reduction reads w faster than a GEMM
+            y = (x[..., None] * w[:, None].to(x.dtype)).sum(-2)
+        else:
+            y = x @ w.to(x.dtype)
+        y = y.unflatten(1, (-1, 2)).transpose(0, 1)  # (B, H_kv, 2, ..)
         _, key, value, gate, _ = y[:, :, 0].split([half, half, half, 2, w.shape[-1] - 3 * half - 2], dim=-1)
         query, skip = y[:, :, 1, :half], y[:, :, 1, 3 * half + 2:]
         ig, lf = self.gates(gate + self.weight("b_gate", x))  # (B, H_kv)
@@ -529,9 +533,11 @@ class MLSTM(LearnedScorer, name="kvpop"):
         features = torch.stack([key, -key, query, -query], dim=2).softmax(-1)  # (B, H_kv, 4, D/2)
         k_feat, q_feat = features[:, :, :2].flatten(2), features[:, :, 2:].flatten(2)  # (B, H_kv, D)
         m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
-        f, i = (lf + state["m"] - m).exp()[..., None, None], (ig - m).exp()[..., None]
-        C = f * state["C"] + F.pad(value, (0, 1), value=1.0)[..., None] * (i * k_feat)[..., None, :]
-        read = (C * q_feat[..., None, :]).sum(-1)  # (B, H_kv, D/2 + 1)
+        f, i = (lf + state["m"] - m).exp()[..., None], (ig - m).exp()[..., None]
+        value = F.pad(value, (0, 1), value=1.0)  # (B, H_kv, D/2 + 1)
+        C = f[..., None] * state["C"] + value[..., None] * (i * k_feat)[..., None, :]
+        # what the new C says, from the old one: its update can then be made in place
+        read = f * (state["C"] * q_feat[..., None, :]).sum(-1) + i * (k_feat * q_feat).sum(-1, keepdim=True) * value
         h = read[..., :-1] / read[..., -1:].clamp(min=TINY)
         heads = torch.cat([self.weight("w_score", x), self.weight("w_skip_score", x)], dim=1).squeeze(-1)
         return (F.silu(torch.cat([h, skip], dim=-1)) * heads).sum(-1), {"C": C, "m": m}
@@ -557,7 +563,7 @@ class MLSTMNoDelay(MLSTM, name="kvpop-nodelay"):
         leaving = (state["ring"] * here).sum(-1)  # (B, H_kv): q and u = q - window share their entry
         return leaving, new | {"ring": torch.where(here, now[..., None], state["ring"])}
 
-# ------------------------------------------------------------------------------- making them; data/scorer_files.py keeps them
+# ------------------------------------------------------------------ making them (data/scorer_files.py reads and writes)
 
 def check_policy(policy):
     if policy not in POLICIES:

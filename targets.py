@@ -49,7 +49,7 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0, kernel_
     lse is used, the value is a narrow stand-in. lse (B, H, T) of the attention pass that q and k come from.
     evict_at (B, H_kv, T) given: the bounded form. For a token already evicted at d, exp(score - lse) is p / (1 - p),
     which rewards having been evicted without bound; sigmoid(score - lse) is the mass that the token would get if it
-    were put back. (Cutting off at 1 instead is cheaper and teaches worse: it credits such a token with up to twice that.)
+    were put back. (Cutting off at 1 is cheaper and teaches worse: it credits such a token with up to twice that.)
     A KV head is a batch row, so that K is one tensor seen by its group's heads, never copied.
     """
     (B, H, T, D), H_kv = q.shape, k.shape[1]

@@ -376,7 +376,8 @@ def attention(args):
     of them without a mask), tiles_ideal (mean lifetime / T), plan_ms (scores to tables), fwd_ms and fwd_bwd_ms (plan,
     tables and gathers included), dense_backend, dense_fwd_ms, dense_fwd_bwd_ms (SDPA, causal, its fastest backend in
     this process), ratio_fwd, ratio_fwd_bwd (ours / dense), transposed_ms (the pass that makes the scorer's targets, in
-    its bounded form), transposed_free_ms (in its unbounded form), causal_flex_fwd_ms (FlexAttention, causal, time order), plan_peak_mib (what scores to tables take
+    its bounded form), transposed_free_ms (in its unbounded form), causal_flex_fwd_ms
+    (FlexAttention, causal, time order), plan_peak_mib (what scores to tables take
     at most), kernel, reduced, oom (the figures for which memory did not suffice). Medians of up to 20 runs between CUDA
     events after two that do not count. Rows that the file has already are kept, so an interrupted run goes on.
     """
@@ -414,7 +415,8 @@ def attention(args):
                       f"{rows[-1]['dense_fwd_ms'] or -1:.2f} ms", flush=True)
     print_table(rows, ["policy", "T", "budget", "tiles_kept", "tiles_full", "tiles_ideal", "plan_ms", "fwd_ms",
                                "dense_fwd_ms", "ratio_fwd", "fwd_bwd_ms", "dense_fwd_bwd_ms", "ratio_fwd_bwd",
-                               "transposed_ms", "transposed_free_ms", "causal_flex_fwd_ms", "plan_peak_mib", "dense_backend", "reduced",
+                               "transposed_ms", "transposed_free_ms", "causal_flex_fwd_ms",
+                               "plan_peak_mib", "dense_backend", "reduced",
                                "oom"])
     picture = Path(args.folder) / f"{args.out}.png"
     draw_attention(picture, rows)

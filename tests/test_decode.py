@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import decode
-from decode import (KVCache, capture_step, choose_victim, dense_spec, generate, prefill, sample, sampling_probs,
-                    step)
+from data.sampling import most_likely, sample, sampling_probs
+from decode import KVCache, capture_step, choose_victim, dense_spec, generate, prefill, step
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, keep_everything, plan
 from model import ModelConfig, Transformer, causal_attend
 from scorer import make_scorer, state_entries
@@ -679,4 +679,4 @@ def test_chunks_of_a_prefill_change_nothing(chunk, monkeypatch):
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_most_likely_takes_lower_ids_among_equals(k):
     logits = torch.tensor([[2.0, 5.0, 5.0, 1.0, 5.0, 9.0, 2.0], [0.0] * 7]).bfloat16()
-    assert decode.most_likely(logits, k).tolist() == [sorted([5, 1, 2, 4, 0, 6, 3][:k]), list(range(k))]
+    assert most_likely(logits, k).tolist() == [sorted([5, 1, 2, 4, 0, 6, 3][:k]), list(range(k))]
