@@ -9,6 +9,8 @@
                                     that a budget can hold, and which target is the better teacher
     python bench.py attention       time and memory of sparse attention against dense, from scores to gradients
     python bench.py decode          time, bytes and memory of a decode step at each length, dense and with a budget
+    python bench.py train           time, memory and utilisation of a training step, plain distillation and retrofit
+    python bench.py checkpoint      random weights of a model's shape, to try train.py and decode.py at full size
     python bench.py text            perplexity, accuracy and KL of a real checkpoint on real text, by position
     python bench.py needle          numbers that a real checkpoint recalls from real text, by distance
     python bench.py health          text that a real checkpoint generates under a budget, read by the dense model
@@ -27,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from data import answer_bench, speed, speed_decode, text_bench
+from data import answer_bench, random_checkpoint, speed, speed_decode, speed_train, text_bench
 from data.batches import collate_problems, response_mask
 from data.cases import (FREE, GEOMETRY, SAMPLING, Case, check_names, device_and_dtype, free_case, impossible,
                         retrofit_case, training)
@@ -468,7 +470,7 @@ def parse_args(argv):
     add("--problems", "validation problems, half of each family", 16, type=int)
     add("--budgets", "to try", [256, 512], nargs="*", type=int)
     add("--powers", "of the mean over future queries in the target", [1.0, 2.0], nargs="*", type=float)
-    for part in (speed, speed_decode):
+    for part in (speed, speed_decode, speed_train, random_checkpoint):
         part.register(names)
     for run, text, flags in (*text_bench.COMMANDS, *answer_bench.COMMANDS):
         flags(command(run, text))

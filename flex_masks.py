@@ -434,21 +434,26 @@ class GatherRows(torch.autograd.Function):
         return total.view(shape).to(dtype), None
 
 
-def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compiled=False, kernel_options=None):
-    """`attention` with keys in lifetime_order, for a GPU. chunk: queries that share a gathered set of keys, a multiple
-    of TILE (default: about n_slots, for two rows a key). kv_tile 64 lists fewer keys, forward only: the backward kernel
-    of H100-class GPUs wants 128. compiled: the order through torch.compile, once a shape.
+def key_order(evict_at, spec, chunk=None, kv_tile=TILE, compiled=False):
+    """lifetime_order of evict_at (B, H_mask, T). chunk: queries that share a gathered set of keys, a multiple of TILE
+    (default: about n_slots, for two rows a key). compiled: through torch.compile, once a shape."""
+    dies = padded_dies(evict_at)
+    chunk = min(dies.shape[1], -(-spec.n_slots // TILE) * TILE if chunk is None else chunk)
+    if chunk % TILE:
+        raise ValueError(f"chunk {chunk} is no multiple of {TILE}: a tile of queries would lie in two chunks")
+    return (compiled_lifetime_order if compiled else lifetime_order)(dies, spec.n_slots, spec.window, chunk, kv_tile)
+
+
+def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compiled=False, kernel_options=None,
+                       tables=None):
+    """`attention` with keys in key_order, for a GPU; tables: that order, where it is known. kv_tile 64 lists fewer
+    keys, forward only: the backward kernel of H100-class GPUs wants 128.
 
     No kernel option ROWS_GUARANTEED_SAFE: it would want every query to see a key in the first listed tile.
     """
     (B, H, T, D), (H_mask, H_kv) = q.shape, (evict_at.shape[1], k.shape[1])
-    dies = padded_dies(evict_at)
-    Z, padded = dies.shape
-    chunk = min(padded, -(-spec.n_slots // TILE) * TILE if chunk is None else chunk)
-    if chunk % TILE:
-        raise ValueError(f"chunk {chunk} is no multiple of {TILE}: a tile of queries would lie in two chunks")
-    make = compiled_lifetime_order if compiled else lifetime_order
-    order, birth, dies, *tables = make(dies, spec.n_slots, spec.window, chunk, kv_tile)
+    Z, padded = B * H_mask, bucket(T)
+    order, birth, dies, *tables = tables or key_order(evict_at, spec, chunk, kv_tile, compiled)
 
     def mask_mod(b, h, q_idx, kv_idx):
         return (birth[b, kv_idx] <= q_idx) & (q_idx < dies[b, kv_idx])
@@ -544,24 +549,34 @@ def fused_attention(q, k, v, block_mask, **options):
     return out[:, :, :T, :D_v], aux.lse[:, :, :T]
 
 
-def attention(q, k, v, evict_at, spec=None, block_mask=None, compiled=False, kernel_options=None):
+def attention_tables(evict_at, spec=None, compiled=False):
+    """What `attention` makes of evict_at ahead of its kernel, for those who call it twice: a key_order, a BlockMask in
+    time order, or None where there is no kernel."""
+    if not has_kernel(evict_at):
+        return None
+    if spec is not None and 2 * spec.n_slots <= evict_at.shape[-1]:  # below that few tiles are empty in any order
+        return key_order(evict_at, spec, compiled=compiled)
+    return evict_at_block_mask(evict_at)
+
+
+def attention(q, k, v, evict_at, spec=None, tables=None, compiled=False, kernel_options=None):
     """Attention in which key t is visible to queries t <= q < evict_at[t].
 
     q (B, H, T, D), k, v (B, H_kv, T, D) of one dtype, evict_at (B, H_kv, T) int32, or (B, 1, T) for all heads
     -> out (B, H, T, D), lse (B, H, T) fp32, natural log. Any T >= 1.
     spec: what evict_at was planned for; a GPU then gathers keys into lifetime_order and skips the empty tiles. None:
     time order, right for any mask and best for masks that are dense, or local in time.
-    block_mask: `evict_at_block_mask(evict_at)` when several layers share it (time order). compiled, kernel_options: see
-    lifetime_attention and flex_attention.
+    tables: attention_tables(evict_at, spec), when several calls share them. compiled, kernel_options: see key_order and
+    flex_attention.
     """
     (B, H, T, _), H_mask = q.shape, evict_at.shape[1]
     if not has_kernel(q):
         return dense_reference(q, k, v, generate_evict_at_mask_mod(evict_at, H // H_mask), causal=True)
-    if spec is not None and 2 * spec.n_slots <= T:  # below that few tiles are empty in any order
-        return lifetime_attention(q, k, v, evict_at, spec, compiled=compiled, kernel_options=kernel_options)
-    block_mask = evict_at_block_mask(evict_at) if block_mask is None else block_mask
+    tables = attention_tables(evict_at, spec, compiled) if tables is None else tables
+    if not isinstance(tables, BlockMask):
+        return lifetime_attention(q, k, v, evict_at, spec, kernel_options=kernel_options, tables=tables)
     q, k, v = (x.reshape(B * H_mask, -1, T, x.shape[3]) for x in (q, k, v))
-    out, lse = fused_attention(q, k, v, block_mask, enable_gqa=True, kernel_options=kernel_options)
+    out, lse = fused_attention(q, k, v, tables, enable_gqa=True, kernel_options=kernel_options)
     return out.reshape(B, H, T, -1), lse.reshape(B, H, T)
 
 

@@ -296,10 +296,9 @@ class Attention(nn.Module):
         q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D)
         return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin), v.transpose(1, 2)
 
-    def forward(self, x, cos, sin, attend, layer):
-        q, k, v = self.qkv(x, cos, sin)
-        y = attend(layer, q, k, v)  # (B, H, T, D)
-        return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
+    def out(self, y):
+        """What was attended to, (B, H, T, D) -> (B, T, C)."""
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -319,6 +318,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Knows nothing of its own depth, so one compiled block serves all layers; `layer` only passes through."""
+    compiled = False  # the two halves through torch.compile, once for all blocks of a shape; attend stays outside
 
     def __init__(self, config):
         super().__init__()
@@ -327,9 +327,19 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin, attend, layer):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, layer)
+    def before(self, x, cos, sin):
+        return self.self_attn.qkv(self.input_layernorm(x), cos, sin)
+
+    def after(self, x, y):
+        x = x + self.self_attn.out(y)
         return x + self.mlp(self.post_attention_layernorm(x))  # (B, T, C)
+
+    def forward(self, x, cos, sin, attend, layer):
+        before, after = COMPILED_HALVES if self.compiled else (Block.before, Block.after)
+        return after(self, x, attend(layer, *before(self, x, cos, sin)))
+
+
+COMPILED_HALVES = [torch.compile(half, dynamic=False, fullgraph=True) for half in (Block.before, Block.after)]
 
 
 class Transformer(nn.Module):
@@ -340,6 +350,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_blocks = False  # recompute each block in the backward: time for memory
+        self.stream_dtype = None  # of x between blocks; None: the embedding's. bf16 beside fp32 weights under autocast
         self.model = nn.ModuleDict(dict(
             embed_tokens=nn.Embedding(config.vocab_size, config.n_embd),
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
@@ -376,6 +387,7 @@ class Transformer(nn.Module):
             input_pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         cos, sin = self.rope(input_pos)
         x = self.model.embed_tokens(idx)  # (B, T, C)
+        x = x if self.stream_dtype is None else x.to(self.stream_dtype)
         for layer, block in enumerate(self.model.layers):
             if self.checkpoint_blocks and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, attend, layer, use_reentrant=False,

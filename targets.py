@@ -16,15 +16,17 @@ so the log-sum-exp of a call that swaps q and k IS the log of a token's future m
 Source: KVpop, arXiv 2607.05061, sections 3.2-3.3, table 3. Letters as in flex_masks.py: B, T, H, H_kv, D, M candidates.
 """
 import contextlib
+import functools
 import math
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import flex_masks
-from flex_masks import (TILE, CacheSpec, attention, dense_reference, effective_priority, keep_everything, plan,
-                        running_topk)
+from flex_masks import (TILE, CacheSpec, attention, attention_tables, dense_reference, effective_priority,
+                        keep_everything, plan, running_topk)
 
 # Power of the mean over future queries; 1 is the paper's. An oracle with 1 drops records that are read only once.
 POWER = 2.0
@@ -305,8 +307,12 @@ class Retention:
     noise: torch.Tensor = None       # (n_layer, B, H_kv, n_samples) uniform: the queries; None: drawn
     want_recall: bool = False
     compiled: bool = False           # thresholds through torch.compile (flex_masks.parallel_cutoffs)
+    compiled_scorer: bool = False    # the scorer through torch.compile: long rows, whose small kernels take their time
+    recompute: bool = False          # with a frozen base: activations of a scorer again in its backward
+    sort: bool = True                # keys in the order of their lifetimes, on a GPU; False: in time order
     loss: dict = field(default_factory=dict)
     recall: dict = field(default_factory=dict)
+    plans: dict = field(default_factory=dict)  # layer -> evict_at, tables: a recomputed block takes its forward's
     passes: int = 0                  # transposed passes so far: one a layer and micro-step
 
 
@@ -383,22 +389,39 @@ def policy_attend(scorers, spec, lengths, on_layer=None, prompt_lengths=None):
     return attend
 
 
+def score(scorer, k, v, lengths):
+    return scorer(k.detach(), v.detach(), lengths)
+
+
+compiled_score = torch.compile(score, dynamic=False, fullgraph=True)  # once for all layers
+
+
 def training_attend(model, spec, retention, anchors=None):
     """Sparse attention under the scorer being trained, with the retention loss attached.
 
     anchors given: the base is frozen and runs under no_grad; each layer leaves a zero there whose backward
     teaches its scorer. Otherwise the loss rides on the attention output. A policy that learns nothing gets none.
     """
+    ordered = spec if retention.sort else None
+
     def attend(layer, q, k, v):
         scorer = model.scorers[layer]
-        with torch.enable_grad() if anchors is not None else contextlib.nullcontext():
-            scores, log_gamma = scorer(k.detach(), v.detach(), retention.lengths), scorer.log_gamma()
+        make = compiled_score if retention.compiled_scorer and scorer.window else score
+        if anchors is not None and retention.recompute:
+            make = functools.partial(checkpoint, make, use_reentrant=False, preserve_rng_state=False)
+        # autocast off outside as well: a compiled backward runs under that of its call
+        with (torch.enable_grad() if anchors is not None else contextlib.nullcontext(),
+              torch.autocast(k.device.type, enabled=False)):
+            scores, log_gamma = make(scorer, k, v, retention.lengths), scorer.log_gamma()
         try:
-            with torch.no_grad():
-                evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
+            if layer not in retention.plans:
+                with torch.no_grad():
+                    evict_at = plan(effective_priority(scores, log_gamma), spec, retention.compiled)
+                    retention.plans[layer] = evict_at, attention_tables(evict_at, ordered, retention.compiled)
         except ValueError as error:  # a score that is NaN: say whose
             raise ValueError(f"layer {layer}: {error}") from None
-        out, lse = attention(q, k, v, evict_at, spec, compiled=retention.compiled)
+        evict_at, tables = retention.plans[layer]
+        out, lse = attention(q, k, v, evict_at, ordered, tables)
         if scorer.window is None:
             return out
         inputs = (scores, log_gamma, q.detach(), k.detach(), lse.detach(), evict_at, retention, layer)

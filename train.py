@@ -7,16 +7,14 @@
     python train.py --model FOLDER_OR_HUB_ID --data TEXT   the same for a real checkpoint, on real text
     torchrun --nproc-per-node 8 train.py ... --parallel fsdp       any of them on many processes, one a GPU
 
-What this file holds: Settings (every knob, its default and its reason), the losses, evaluation, the two loops. The
-attends are in targets.py, the rows in data/batches.py and data/text.py, the output folder in data/run.py, and what
-many processes need in data/parallel.py.
+What this file holds: Settings (every knob, its default and its reason), the losses, the step, the two loops. The
+attends are in targets.py, the rows in data/batches.py and data/text.py, evaluations in data/evaluation.py, the output
+folder in data/run.py, and what many processes need in data/parallel.py.
 How it departs from nanoGPT's train.py: the attention mask comes from the scorer under training, and the loss of the
 scorer is not a term of the forward: it runs in the backward of `targets.RetentionLoss`. Weights go out as safetensors
 that decode.py reads; a single train_state.pt beside them, tensors and numbers only, resumes the run.
 """
 import argparse
-import contextlib
-import copy
 import functools
 import math
 import os
@@ -31,18 +29,19 @@ from torch.utils.checkpoint import checkpoint
 
 import scorer as scorers_module
 from data import parallel
-from data.batches import (PackedRows, Problems, collate_problems, first_row, global_batch, loader, problem_batches,
-                          response_mask)
+from data.batches import PackedRows, Problems, collate_problems, first_row, global_batch, loader, response_mask
 from data.chat import chat_style
+from data.evaluation import autocast, evaluate, evaluate_text
 from data.prompts import tokenizer_of
 from data.run import Run, checked, finite, print_before_after, report
+from data.teacher import TaughtRows, checksum
 from data.text import TextRows, collate_rows, read_header, token_folder
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
-from flex_masks import CacheSpec, attention, evict_at_block_mask, has_kernel
-from model import GraphedStep, ModelConfig, Transformer, causal_attend, load_model, read_json, resolve_checkpoint
-from targets import (LISTWISE_SHARE, POWER, Retention, counted_rows, gate_shortfall, gated_attend, judge, policy_attend,
-                     training_attend)
+from flex_masks import CacheSpec, attention, attention_tables
+from model import (GraphedStep, ModelConfig, Transformer, causal_attend, fingerprint, load_model, read_json,
+                   resolve_checkpoint)
+from targets import (LISTWISE_SHARE, POWER, Retention, counted_rows, gate_shortfall, gated_attend, training_attend)
 
 ADAPTED = ("streaming", "random", "knorm")  # nothing to learn but the base: with --train-base the `-plus` rows
 
@@ -70,6 +69,8 @@ class Settings:
     field: str = option("text", "of a row of --data: text, or a list of messages")
     split: str = option("train", "of a hub data set; several are joined by +")
     subset: str = option("", "of a hub data set")
+    teacher: str = option("", "with --data and --train-base: folder for the teacher's top logits, written on first "
+                              "use; the teacher is then not in memory, and its forward is not run")
     tokens: str = option("", "folder for the tokens made of --data; none: tokens in --out")
     held_out: float = option(0.02, "share of the documents of --data that evaluation has for itself")
     max_tokens: int = option(100_000_000, "of --data: tokenising stops there; a hub data set can be without end")
@@ -111,9 +112,12 @@ class Settings:
     eval_every: int = option(0, "steps between evaluations; 0 = before and after only")
     eval_problems: int = option(4, "validation problems a family in an evaluation; with --data, held-out rows")
     save_every: int = option(500, "steps between checkpoints")
-    recompute: bool = option(False, "activations of a block again in its backward: less memory under --train-base")
-    compile: bool = option(True, "on a GPU: torch.compile the pretraining forward (not under fsdp) and the thresholds "
-                                 "of the retrofit")
+    recompute: bool = option(False, "activations of a block, of a scorer alone on a frozen base, again in its "
+                                   "backward: less memory")
+    compile: bool = option(True, "on a GPU: torch.compile the pretraining forward (not under fsdp), the thresholds "
+                                 "of a retrofit and, on text, blocks and scorers")
+    sort: bool = option(True, "on a GPU: attention over keys in the order of their lifetimes, which skips empty tiles; "
+                              "off: in the order of time")
     graph: bool = option(True, "on a GPU: replay each step as one CUDA graph; launching its kernels takes longer. Not "
                                "under torchrun")
     workers: int = option(None, "processes that generate data for one that trains; none or negative: 0 on CPU, up to "
@@ -173,6 +177,8 @@ def parse_settings(argv=None):
         raise ValueError("--budget-start must not be below --budget, and dms-cap has a ramp of its own: leave it out")
     if settings.data and (settings.stage == "pretrain" or settings.families != "both"):
         raise ValueError("--data is for a retrofit on text alone: leave --stage pretrain and --families out")
+    if settings.teacher and not (settings.data and settings.train_base):
+        raise ValueError("--teacher keeps what a full retrofit on text distils from: add --data and --train-base")
     if settings.stage == "pretrain" and (Path(settings.out) / "scorer.json").is_file():
         raise ValueError(f"--out {settings.out} holds a retrofit, whose scorer does not fit a new base: choose another")
     if settings.stage == "retrofit" and Path(settings.out).resolve() == Path(settings.model).resolve():
@@ -188,16 +194,22 @@ def parse_settings(argv=None):
 def packed_attend(evict_at):
     """Attention of packed rows, tokens seen until their evict_at (B, T); one BlockMask serves all layers and heads."""
     evict_at = evict_at[:, None]  # (B, 1, T): all heads alike
-    block_mask = evict_at_block_mask(evict_at) if has_kernel(evict_at) else None
-    return lambda layer, q, k, v: attention(q, k, v, evict_at, block_mask=block_mask)[0]
+    tables = attention_tables(evict_at)
+    return lambda layer, q, k, v: attention(q, k, v, evict_at, tables=tables)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Losses. Logits exist for one chunk of tokens at a time; the backward computes them again.
 
+def rows_at_a_time(vocab_size, device):
+    """Tokens of a chunk. Their logits take 128 MiB in fp32 on a CPU, 512 MiB in bf16 on a GPU: each chunk adds a whole
+    matrix to the gradient of the head, which with few tokens a chunk takes longer than the products."""
+    return max(1, 2**(28 if device.type == "cuda" else 25) // vocab_size)
+
+
 def chunked(fn, *tensors, vocab_size):
-    """Sum of fn over chunks of rows, recomputed in the backward. A chunk's fp32 logits take at most 128 MiB."""
-    total, chunk = 0.0, max(1, 2**25 // vocab_size)
+    """Sum of fn over chunks of rows, recomputed in the backward."""
+    total, chunk = 0.0, rows_at_a_time(vocab_size, tensors[0].device)
     for parts in zip(*(t.split(chunk) for t in tensors)):
         total = total + checkpoint(fn, *parts, use_reentrant=False, preserve_rng_state=False)  # nothing random in it
     return total
@@ -212,98 +224,27 @@ def cross_entropy(model, hidden, targets, weight, total=None):
                    vocab_size=model.config.vocab_size) / (weight.sum() if total is None else total)
 
 
-def distillation_kl(model, hidden, teacher, teacher_hidden, mask, top_k, total=None):
-    """Forward KL(teacher || student) over the teacher's top_k logits, renormalised there; mean over mask (B, T), or the
+@torch.no_grad()
+def top_logits(teacher, hidden, top_k):
+    """The teacher's side of the KL: hidden (B, T, C) -> its top_k logits and their tokens, (B, T, top_k) each, in the
+    dtype of the product and int32."""
+    found = []
+    for h in hidden.flatten(0, 1).split(rows_at_a_time(teacher.config.vocab_size, hidden.device)):
+        logits, tokens = teacher.unembed(h).topk(top_k, dim=-1)
+        found.append((logits, tokens.int()))
+    return [torch.cat(x).unflatten(0, hidden.shape[:2]) for x in zip(*found)]
+
+
+def distillation_kl(model, hidden, logits, tokens, mask, total=None):
+    """Forward KL(teacher || student) over the teacher's top_logits, renormalised there; mean over mask (B, T), or the
     sum divided by total."""
-    def part(h, h_teacher, counts):
-        with torch.no_grad():
-            logits, top = teacher.unembed(h_teacher).float().topk(top_k, dim=-1)
-            log_p = logits.log_softmax(-1)
-        log_q = model.unembed(h).float().gather(-1, top).log_softmax(-1)
+    def part(h, known, top, counts):
+        log_p = known.float().log_softmax(-1)
+        log_q = model.unembed(h).gather(-1, top.long()).float().log_softmax(-1)
         return ((log_p.exp() * (log_p - log_q)).sum(-1) * counts).sum()
     # weighted and not gathered: a step whose shapes depend on data cannot be a CUDA graph
-    return chunked(part, hidden.flatten(0, 1), teacher_hidden.flatten(0, 1), mask.flatten().float(),
+    return chunked(part, hidden.flatten(0, 1), logits.flatten(0, 1), tokens.flatten(0, 1), mask.flatten().float(),
                    vocab_size=model.config.vocab_size) / (mask.sum() if total is None else total)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation
-
-def autocast(device):
-    """bf16 matrix products on a GPU; scores, gates and lse stay fp32 inside."""
-    return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
-
-
-def judging(scorers, spec, lengths, found, *, bounded=True, tau=1.0, power=POWER, listwise_share=LISTWISE_SHARE):
-    """An on_layer for policy_attend that adds (retention loss, recall) of each layer, floats, to the list found; None
-    for scorers that do not learn."""
-    def watch(layer, q, k, lse, scores, evict_at):
-        noise = torch.rand(*scores.shape[:2], 64, generator=torch.Generator().manual_seed(layer)).to(q.device)
-        retention = Retention(spec, lengths, n_samples=64, bounded=bounded, power=power, tau=tau, want_recall=True,
-                              listwise_share=listwise_share, noise={layer: noise})
-        found.append([x.item() for x in judge(retention, layer, scores, scorers[layer].log_gamma(), q, k, lse,
-                                              evict_at)])
-    return None if scorers is None or scorers[0].window is None else watch
-
-
-def judged(found):
-    """Mean loss and recall, None for no number; recall is NaN where nothing was evicted."""
-    losses, recalls = [loss for loss, _ in found], [recall for _, recall in found if recall == recall]
-    return {"loss": sum(losses) / len(losses) if losses else None,
-            "recall": sum(recalls) / len(recalls) if recalls else None}
-
-
-@torch.no_grad()
-def evaluate_text(model, device, rows, spec=None, scorers=None, **how):
-    """Teacher-forced on rows, a list of (idx, targets), (T,) int64 each, one at a time: every position counts.
-
-    -> dict: perplexity (exp of the mean next-token loss), token_accuracy, n_rows, n_tokens, loss and recall (None
-    unless learned; `how` as in judging).
-    """
-    loss, correct, total, found = 0.0, 0, 0, []
-    for idx, targets in rows:
-        idx, targets = idx[None].to(device), targets.to(device)
-        lengths = torch.tensor([idx.shape[1]], device=device)
-        attend = causal_attend if scorers is None else policy_attend(
-            scorers, spec, lengths, judging(scorers, spec, lengths, found, **how))
-        with autocast(device):
-            hidden = model(idx, attend)[0]
-            for h, y in zip(*(x.split(max(1, 2**25 // model.config.vocab_size)) for x in (hidden, targets))):
-                logits = model.unembed(h).float()  # at most 128 MiB
-                loss += F.cross_entropy(logits, y, reduction="sum").item()
-                correct += (logits.argmax(-1) == y).sum().item()
-        total += len(targets)
-    return {"perplexity": math.exp(min(loss / total, 700.0)), "token_accuracy": correct / total, "n_rows": len(rows),
-            "n_tokens": total, **judged(found)}
-
-
-@torch.no_grad()
-def evaluate(model, device, n, spec=None, scorers=None, split="validation", families=FAMILIES, **how):
-    """Teacher-forced on n problems a family: share of trace tokens and of whole traces right; for a learned scorer also
-    the retention loss and recall. A whole trace is right exactly when greedy decoding under the policy writes it.
-
-    -> dict: token_accuracy, wrong (trace tokens), n_problems, traces_right (mean over families), by_family, right
-    (family -> list of bool by problem), loss and recall (None unless learned; `how` as in judging).
-    """
-    batch_size = 16 if device == "cuda" else 1  # 16: the shape that training compiled
-    right, correct, total, found = {f: {} for f in families}, 0, 0, []
-    for idx, lengths, starts, problems in problem_batches(n, device, batch_size, split, families):
-        attend = causal_attend if scorers is None else policy_attend(
-            scorers, spec, lengths, judging(scorers, spec, lengths, found, **how), starts + 1)
-        with autocast(device):
-            guess = torch.cat([model.unembed(h).argmax(-1) for h in model(idx, attend).split(1)])
-        mask = response_mask(idx.shape[1], lengths, starts)[:, :-1]
-        hit = (guess[:, :-1] == idx[:, 1:]) | ~mask
-        correct += (hit & mask).sum().item()
-        total += mask.sum().item()
-        for problem, ok in zip(problems, hit.all(1).tolist()):
-            right[problem.family][problem.index] = ok
-    by_family = {f: sum(v.values()) / len(v) for f, v in right.items()}
-    return {"token_accuracy": correct / total, "wrong": total - correct,
-            "n_problems": sum(len(v) for v in right.values()),
-            "traces_right": sum(by_family.values()) / len(by_family), "by_family": by_family,
-            "right": {f: [v[i] for i in sorted(v)] for f, v in right.items()},
-            **judged(found)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,6 +386,65 @@ def pretrain(settings):
     print(f"wrote {run.folder}")
 
 
+def retrofit_losses(settings, model, teacher):
+    """losses(stage, *inputs, want_recall) of train_step for a retrofit; teacher: None where there is no KL, or where
+    its top_logits come with the rows.
+    settings.policy may also be "dense": nothing is evicted and no scorer learns (what bench.py compares with)."""
+    gated, taught_by_kl = settings.policy == "dms-cap", settings.train_base or settings.policy == "dms-cap"
+    n_layer, top_k = model.config.n_layer, min(settings.top_k, model.config.vocab_size)
+    compiled, long = settings.compile and settings.device == "cuda", bool(settings.data)
+
+    def losses(stage, idx, lengths, starts, noise, ramp, total, share, recall_share, *known, want_recall):
+        """Under the CacheSpec `stage`. idx (B, T), lengths and starts (B,) of a micro-batch; noise (n_layer, B, H_kv,
+        S) uniform; scalars: ramp of dms-cap, total: mean number of taught tokens of a process in this step, shares:
+        rows that count here, of the mean number of a process; known: what top_logits gave, if that is on disk."""
+        retention = Retention(stage, lengths, weight=share / n_layer, n_samples=settings.n_samples,
+                              tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
+                              listwise_share=settings.listwise_share, want_recall=want_recall, noise=noise,
+                              compiled=compiled, compiled_scorer=compiled and long and settings.parallel == "ddp",
+                              sort=settings.sort, recompute=settings.recompute)
+        values, anchors, gates = {}, [], []
+        if not taught_by_kl:
+            with autocast(settings.device), torch.no_grad():
+                model(idx, training_attend(model, stage, retention, anchors))
+            loss = sum(anchors)
+        else:
+            with autocast(settings.device):
+                if teacher is not None:
+                    with torch.no_grad():
+                        known = top_logits(teacher, teacher(idx, causal_attend), top_k)
+                hidden = model(idx, causal_attend if settings.policy == "dense" else
+                               gated_attend(model, stage, noise, gates) if gated else
+                               training_attend(model, stage, retention))
+                # of text every position of a row counts, of a problem those that write its trace
+                taught = torch.ones_like(idx, dtype=torch.bool) if settings.data else response_mask(
+                    idx.shape[1], lengths, starts)
+                loss = values["kl"] = distillation_kl(model, hidden, *known, taught, total)
+            if gated:  # a hinge on the share marked in a micro-batch: the mean of them
+                found = [x / settings.accumulate for x in gate_shortfall(gates, stage, lengths, ramp)]
+                loss, values["marked"], values["target"] = loss + found[0], *found[1:]
+
+        def measured():
+            if retention.loss:
+                values["retention"] = torch.stack([retention.loss[i] for i in sorted(retention.loss)]) * share
+            if retention.recall:  # NaN where nothing was evicted; then the share is 0
+                values["recall"] = torch.stack(list(retention.recall.values())).mean().nan_to_num() * recall_share
+            return values
+        return loss, measured
+    return losses
+
+
+def make_ready(settings, model, teacher=None):
+    """How a model is run in a retrofit: activations kept or not, blocks compiled or not, in place."""
+    model.checkpoint_blocks = settings.recompute and settings.train_base
+    if settings.data and settings.device == "cuda":
+        for part in (model, teacher):
+            if part is not None:
+                part.stream_dtype = torch.bfloat16  # as of a base that is read in bf16, and as under FSDP
+                for block in part.model.layers:
+                    block.compiled = settings.compile
+
+
 def retrofit(settings):
     run = Run(settings)
     torch.manual_seed(settings.seed)
@@ -464,24 +464,29 @@ def retrofit(settings):
         rows = Problems("train", settings.seed, families)
         pad_to = MAX_LENGTH if settings.device == "cuda" else None  # one shape, one compilation
         collate = functools.partial(collate_problems, pad_to=pad_to)
-    # A frozen base on a GPU is read in bf16, as decode.py reads it and real ones are stored: half the memory. One that
-    # is trained stays in fp32, as its steps are smaller than bf16 can tell, and so does its teacher: at the start the
-    # two must agree. The byte models stay in fp32 as well: their numbers were made so.
-    narrow = settings.data and not settings.train_base and settings.device == "cuda"
+    # What is frozen, a base or a teacher, is read in bf16 on a GPU, as decode.py reads it and real ones are stored:
+    # half the memory. A base that is trained stays in fp32, as its steps are smaller than bf16 can tell; its products
+    # are taken in bf16, so that at the start it agrees with its teacher. The byte models stay in fp32: their numbers
+    # were made so.
+    frozen = torch.bfloat16 if settings.data and settings.device == "cuda" else torch.float32
     sharded = settings.parallel == "fsdp"  # block by block onto the GPU, from a whole one in the memory of the CPU
-    model = load_model(run.source, device="cpu" if sharded else settings.device,
-                       dtype=torch.bfloat16 if narrow else torch.float32).requires_grad_(settings.train_base)
+    read = lambda dtype: load_model(run.source, "cpu" if sharded else settings.device, dtype)  # noqa: E731
+    model = read(torch.float32 if settings.train_base else frozen).requires_grad_(settings.train_base)
     make = lambda policy: scorers_module.make_scorers(  # noqa: E731
         policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim, window=spec.window,
         seed=settings.seed).to(settings.device)
     gated = settings.policy == "dms-cap"  # taught by the KL, so it needs a teacher even where the base is frozen
-    teacher = copy.deepcopy(model).requires_grad_(False) if settings.train_base else model if gated else None
+    distilled = settings.train_base and not settings.teacher
+    teacher = read(frozen).requires_grad_(False) if distilled else model if gated else None
     model.scorers = make(settings.policy)
     if sharded:
         parallel.shard(model, settings.device)
         if teacher not in (model, None):
             parallel.shard(teacher, settings.device)
-    optimizer = make_optimizer(model, settings)
+    make_ready(settings, model, teacher)
+    optimizer = make_optimizer(model, settings)  # ahead of any forward, which under FSDP leaves some weights whole
+    if settings.teacher:
+        rows = taught_rows(settings, run, model, rows)  # before a resume: now the model is still the teacher
     first_step = run.resume(model, optimizer)
     print(f"{settings.policy} on {settings.model}, {'all weights' if settings.train_base else 'scorer alone'}: "
           f"{sum(p.numel() for p in model.scorers.parameters()):,} scorer parameters on {settings.device}; "
@@ -500,42 +505,7 @@ def retrofit(settings):
     if first_step == 0:
         run.log["before"] = report("before", **{**measure_base(), settings.policy: measure()})
     run.started = time.time()
-    model.checkpoint_blocks = settings.recompute and settings.train_base
-
-    def losses(stage, idx, lengths, starts, noise, ramp, total, share, recall_share, want_recall):
-        """See train_step; under the CacheSpec `stage`. total: mean number of taught tokens of a process in this step;
-        shares: rows that count here, of the mean number of a process."""
-        retention = Retention(stage, lengths, weight=share / config.n_layer, n_samples=settings.n_samples,
-                              tau=settings.tau, bounded=settings.bounded, power=settings.target_power,
-                              listwise_share=settings.listwise_share, want_recall=want_recall, noise=noise,
-                              compiled=settings.compile and settings.device == "cuda")
-        values, anchors, gates = {}, [], []
-        if teacher is None:
-            with autocast(settings.device), torch.no_grad():
-                model(idx, training_attend(model, stage, retention, anchors))
-            loss = sum(anchors)
-        else:
-            with autocast(settings.device):
-                with torch.no_grad():
-                    teacher_hidden = teacher(idx, causal_attend)
-                hidden = model(idx, gated_attend(model, stage, noise, gates) if gated else
-                               training_attend(model, stage, retention))
-                # of text every position of a row counts, of a problem those that write its trace
-                taught = torch.ones_like(idx, dtype=torch.bool) if settings.data else response_mask(
-                    idx.shape[1], lengths, starts)
-                loss = values["kl"] = distillation_kl(model, hidden, teacher, teacher_hidden, taught,
-                                                      min(settings.top_k, config.vocab_size), total)
-            if gated:  # a hinge on the share marked in a micro-batch: the mean of them
-                found = [x / settings.accumulate for x in gate_shortfall(gates, stage, lengths, ramp)]
-                loss, values["marked"], values["target"] = loss + found[0], *found[1:]
-
-        def measured():
-            if retention.loss:
-                values["retention"] = torch.stack([retention.loss[i] for i in sorted(retention.loss)]) * share
-            if retention.recall:  # NaN where nothing was evicted; then the share is 0
-                values["recall"] = torch.stack(list(retention.recall.values())).mean().nan_to_num() * recall_share
-            return values
-        return loss, measured
+    losses = retrofit_losses(settings, model, teacher)
 
     @functools.lru_cache(maxsize=1)
     def noise_of(step, width):  # of all rows of a step, so that a row's does not depend on the process that has it
@@ -552,7 +522,7 @@ def retrofit(settings):
                     torch.cuda.synchronize()  # the last stage's graph may still run, and its memory is given back here
                 stage, run_step = now, make_step(engine, optimizer, settings, functools.partial(losses, now))
             counts = [(idx.numel() if settings.data else int((lengths - 1 - starts).sum()), int(lengths.sum()),
-                       *counted_rows(lengths, idx.shape[1], stage)) for idx, lengths, starts in batches]
+                       *counted_rows(lengths, idx.shape[1], stage)) for idx, lengths, starts, *_ in batches]
             taught, seen, n_rows, n_recall = parallel.agree(map(sum, zip(*counts)))
             mean = [max(n, 1) / parallel.world_size() for n in (taught, n_rows, n_recall)]  # of a process
             ramp = torch.tensor(min(1.0, (step + 1) / (0.6 * settings.steps)))  # of the share that dms-cap must mark
@@ -560,8 +530,8 @@ def retrofit(settings):
             for micro, (batch, count) in enumerate(zip(batches, counts)):
                 row = first_row(settings, micro)
                 noise = noise_of(step, batch[0].shape[1] if gated else settings.n_samples)
-                inputs += [*batch, noise[:, row:row + settings.batch_size], ramp, torch.tensor(mean[0]),
-                           torch.tensor(count[2] / mean[1]), torch.tensor(count[3] / mean[2])]
+                inputs += [*batch[:3], noise[:, row:row + settings.batch_size], ramp, torch.tensor(mean[0]),
+                           torch.tensor(count[2] / mean[1]), torch.tensor(count[3] / mean[2]), *batch[3:]]
             set_rates(optimizer, step, settings)
             try:
                 values, norm = run_step(*(x.to(settings.device) for x in inputs), want_recall=logging)
@@ -604,6 +574,20 @@ def text_rows(settings, folder, config):
     train, held_out = (TextRows(tokens, settings.context, side, seed, tokenizer, config.vocab_size)
                        for side, seed in (("train", settings.seed), ("held_out", 0)))
     return train, [held_out[i] for i in range(min(held_out.n, settings.eval_problems))], read_header(tokens)
+
+
+def taught_rows(settings, run, model, rows):
+    """Rows with what the model, not yet trained, says about them; written to --teacher where they are not there."""
+    top_k = min(settings.top_k, model.config.vocab_size)
+    taught = TaughtRows(settings.teacher, rows, dict(
+        model=fingerprint(run.source), tokenizer=run.text["made"]["tokenizer"], data=checksum(rows.file.path),
+        context=settings.context, top_k=top_k, precision="bfloat16" if settings.device == "cuda" else "float32"))
+
+    def logits_of(idx):
+        with torch.no_grad(), autocast(settings.device):
+            return top_logits(model, model(idx, causal_attend), top_k)
+    taught.write(settings.steps * global_batch(settings), logits_of, settings.batch_size, settings.device)
+    return taught
 
 
 def interrupted(run, model, optimizer, step, norm, spec=None):

@@ -128,15 +128,15 @@ def averaged(values):
     return {name: part.view(value.shape) for (name, value), part in zip(values.items(), parts)}
 
 
-def first(function):
-    """function() in rank 0, and then in the others, which find the files that it wrote. Once in a run."""
+def first(function, name="first"):
+    """function() in rank 0, and then in the others, which find the files that it wrote. Once in a run for a name."""
     if STORE is None:
         return function()
     if rank():
-        STORE.wait(["first"], timedelta(days=7))
+        STORE.wait([name], timedelta(days=7))
     result = function()
     if rank() == 0:
-        STORE.set("first", "done")
+        STORE.set(name, "done")
     return result
 
 

@@ -106,8 +106,8 @@ class Run:
         if not self.settings.resume:
             return 0
         try:
-            device = "cpu" if self.settings.parallel == "fsdp" else self.settings.device  # there a share of it fits
-            state = torch.load(path, map_location=device, weights_only=True)
+            # mapped into memory: tensors go to where they belong one by one, as 60 GB of a 4B model must
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             if missing := {"step", "settings", "history", "parameters", "optimizer"}.difference(state):
                 raise RuntimeError(f"it lacks '{min(missing)}'")
         except (RuntimeError, TypeError, EOFError, pickle.UnpicklingError) as error:
@@ -118,7 +118,7 @@ class Run:
                              "--resume") from None
         may_differ = {"resume", "steps", "log_every", "eval_every", "eval_problems", "save_every", "workers", "device",
                       "compile", "out", "warmup", "tokens", "recompute", "parallel", "batch_size",
-                      "accumulate"}
+                      "accumulate", "sort", "teacher"}
         for f in fields(self.settings):
             name, value = f.name, state["settings"].get(f.name, f.default)  # the default: older than the option
             if name not in may_differ and value != getattr(self.settings, name):

@@ -29,9 +29,8 @@ from data.resolve import weights_folder
 from data.results import earlier_rows, print_table, write_results
 from data.scorer_files import load_scorers
 from data.traces import FAMILIES, make_problem
-from flex_masks import TILE, CacheSpec, effective_priority, lifetime_order, padded_dies, plan, pyplot
+from flex_masks import TILE, CacheSpec, effective_priority, plan, pyplot
 from model import causal_attend, load_model
-
 from targets import transposed_lse
 
 DECAY = 0.9995  # of policy decay, per token: its oldest keys have sunk by one standard deviation after 2,000 tokens
@@ -165,13 +164,6 @@ def policy_scores(policy, B, H_kv, T, device, folder=SHIPPED / "kvpop"):
     return scores, torch.full((H_kv,), DECAY, device=device).log() if policy == "decay" else None
 
 
-def ordered(evict_at, spec, compiled=False):
-    """lifetime_order exactly as `flex_masks.attention` calls it for this spec."""
-    chunk = min(flex_masks.bucket(evict_at.shape[-1]), -(-spec.n_slots // TILE) * TILE)
-    make = flex_masks.compiled_lifetime_order if compiled else lifetime_order
-    return make(padded_dies(evict_at), spec.n_slots, spec.window, chunk)
-
-
 def in_lifetime_order(spec, T):
     """Whether `attention` sorts the keys: where the budget is near T it stays in time order."""
     return 2 * spec.n_slots <= T
@@ -182,7 +174,7 @@ def tiles_kept(evict_at, spec, compiled=False):
     over rows and heads; tiles of padding count, they are computed. Dense causal attention has about 0.5."""
     T = evict_at.shape[-1]
     if in_lifetime_order(spec, T):
-        n_partial, _, n_full, _ = ordered(evict_at, spec, compiled)[3:7]
+        n_partial, _, n_full, _ = flex_masks.key_order(evict_at, spec, compiled=compiled)[3:7]
     else:
         mask = flex_masks.evict_at_block_mask(evict_at)
         n_partial, n_full = mask.kv_num_blocks, mask.full_kv_num_blocks
@@ -228,7 +220,7 @@ def causal_flex_ms(q, k, v, device):
     """FlexAttention, causal, in time order: what the same kernel takes when it may skip nothing."""
     everything = flex_masks.keep_everything(len(q), 1, q.shape[2], device)
     mask = flex_masks.evict_at_block_mask(everything)
-    return median_ms(lambda: flex_masks.attention(q, k, v, everything, block_mask=mask), device)
+    return median_ms(lambda: flex_masks.attention(q, k, v, everything, tables=mask), device)
 
 
 class Inputs:
@@ -249,7 +241,7 @@ class Inputs:
 
     def tables(self):  # scores to all that the kernel needs
         if in_lifetime_order(self.spec, self.q.shape[2]):
-            return ordered(self.planned(), self.spec, self.compiled)
+            return flex_masks.key_order(self.planned(), self.spec, compiled=self.compiled)
         return flex_masks.evict_at_block_mask(self.planned())
 
     def attend(self, q, k, v):
@@ -376,10 +368,10 @@ def attention(args):
     of them without a mask), tiles_ideal (mean lifetime / T), plan_ms (scores to tables), fwd_ms and fwd_bwd_ms (plan,
     tables and gathers included), dense_backend, dense_fwd_ms, dense_fwd_bwd_ms (SDPA, causal, its fastest backend in
     this process), ratio_fwd, ratio_fwd_bwd (ours / dense), transposed_ms (the pass that makes the scorer's targets, in
-    its bounded form), transposed_free_ms (in its unbounded form), causal_flex_fwd_ms
-    (FlexAttention, causal, time order), plan_peak_mib (what scores to tables take
-    at most), kernel, reduced, oom (the figures for which memory did not suffice). Medians of up to 20 runs between CUDA
-    events after two that do not count. Rows that the file has already are kept, so an interrupted run goes on.
+    its bounded form), transposed_free_ms (in its unbounded form), causal_flex_fwd_ms (FlexAttention, causal, time
+    order), plan_peak_mib (what scores to tables take at most), kernel, reduced, oom (the figures for which memory did
+    not suffice). Medians of up to 20 runs between CUDA events after two that do not count. Rows that the file has
+    already are kept, so an interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":

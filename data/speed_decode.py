@@ -514,8 +514,9 @@ def decode(args):
     prefill_ms and prefill_peak_gib (a prompt of T - 1 tokens; smallest batch, up to --prefill tokens),
     kernels_per_layer (all kernels of a step / layers), kernel (the variant that was fastest), others_ms (of the other
     variants, or why not), graph, compiled, reduced, oom. With --check the file has real_run too: seconds for that many
-    tokens, decoded one after the other, and the ratio to what the steps add up to. On a CPU the shape is cut to two narrow layers, lengths and
-    batches too: such a run compares nothing. Rows that the file has already are kept, so an interrupted run goes on.
+    tokens, decoded one after the other, and the ratio to what the steps add up to. On a CPU the shape is cut to two
+    narrow layers, lengths and batches too: such a run compares nothing. Rows that the file has already are kept, so an
+    interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype or ("bfloat16" if device == "cuda" else "float32"))

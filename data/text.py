@@ -11,6 +11,7 @@
 Letters: B batch, T tokens.
 """
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -233,7 +234,7 @@ class TokenFile:
         size = path.stat().st_size if path.is_file() else 0
         if size != count * dtype.itemsize:
             raise ValueError(f"{path} has {size} bytes, tokens.json says {count * dtype.itemsize}: make it again")
-        self.name, self.end = f"{split} of {folder}", header["end"]
+        self.name, self.path, self.end = f"{split} of {folder}", path, header["end"]
         self.ids = np.memmap(path, dtype, "r") if count else np.empty(0, dtype)
         self.ends = np.load(folder / f"{split}.npy")
 
@@ -241,6 +242,11 @@ class TokenFile:
         """Each document by itself, (n,) int64, its end token left out."""
         for start, end in zip([0, *self.ends[:-1]], self.ends):
             yield torch.from_numpy(self.ids[start:end - 1].astype(np.int64))
+
+
+@functools.lru_cache(maxsize=4)
+def shuffled(n, seed, epoch):
+    return np.random.default_rng((seed, epoch)).permutation(n)
 
 
 class TextRows(torch.utils.data.Dataset):
@@ -257,9 +263,13 @@ class TextRows(torch.utils.data.Dataset):
     def __len__(self):
         return 2**31
 
-    def __getitem__(self, row):
+    def place(self, row):
+        """Which of the n rows of the file, in its order, row `row` is."""
         epoch, i = divmod(row, self.n)
-        start = int(np.random.default_rng((self.seed, epoch)).permutation(self.n)[i]) * self.length
+        return int(shuffled(self.n, self.seed, epoch)[i])
+
+    def __getitem__(self, row):
+        start = self.place(row) * self.length
         ids = torch.from_numpy(self.file.ids[start:start + self.length + 1].astype(np.int64))
         return ids[:-1], ids[1:]
 
@@ -286,9 +296,9 @@ def token_folder(data, cache, tokenizer, style, **how) -> Path:
 
 def collate_rows(rows):
     """-> idx (B, T), lengths (B,), starts (B,): as collate_problems of batches.py, with nothing padded and every
-    position predicted."""
-    idx = torch.stack([idx for idx, _ in rows])
-    return idx, torch.full((len(rows),), idx.shape[1]), torch.zeros(len(rows), dtype=torch.int64)
+    position predicted; then what rows have beside idx and targets (teacher.py)."""
+    idx, _, *more = (torch.stack(column) for column in zip(*rows))
+    return idx, torch.full((len(rows),), idx.shape[1]), torch.zeros(len(rows), dtype=torch.int64), *more
 
 
 # ----------------------------------------------------------------------------- recall in real text

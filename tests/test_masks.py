@@ -256,7 +256,7 @@ def test_time_order_equals_reference(kernel, T, kind):
     q, k, v = (torch.randn(2, h, T, 8, dtype=torch.float64) for h in (4, 2, 2))
     want = out_lse_grads(lambda *x: in_time_order(*x, evict_at), q, k, v)
     block_mask = evict_at_block_mask(evict_at)  # shared by the layers
-    for fn in (lambda *x: attention(*x, evict_at), lambda *x: attention(*x, evict_at, block_mask=block_mask)):
+    for fn in (lambda *x: attention(*x, evict_at), lambda *x: attention(*x, evict_at, tables=block_mask)):
         for a, b in zip(out_lse_grads(fn, q, k, v), want):
             assert (a - b).abs().max() < 1e-11
 

@@ -235,7 +235,7 @@ def test_retention_counts_queries(base, pool):
                             room[kind, layer] = room.get((kind, layer), 0) + 1
                             seen[kind, layer] = seen.get((kind, layer), 0) + (query < int(evict_at[0, head, t]))
         with torch.no_grad():
-            base(idx, train.policy_attend(scorers, spec, lengths, count))
+            base(idx, policy_attend(scorers, spec, lengths, count))
     got = forced(base, base, problems, spec, scorers)["retention"]
     assert got.pop("stated value") is None  # walks have none
     assert set(got) == {kind for kind, _ in room}

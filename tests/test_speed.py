@@ -41,7 +41,7 @@ def test_tiles_in_lifetime_order(policy):
     T, spec = 1024, CacheSpec(4, 64, 256)
     scores, log_gamma = speed.policy_scores(policy, 1, 2, T, "cpu")
     evict_at = plan(effective_priority(scores, log_gamma), spec)
-    order, birth = speed.ordered(evict_at, spec)[:2]
+    order, birth = flex_masks.key_order(evict_at, spec)[:2]
     pairs, some, chunk = visible_pairs(evict_at), 0, 256
     for c in range(T // chunk):
         live = (birth.view(order.shape)[:, c] < flex_masks.NEVER)[:, None]  # (Z, 1, rows)

@@ -23,7 +23,7 @@ from data.traces import ALPHABET, FAMILIES, make_problem
 from flex_masks import CacheSpec
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
 from scorer import make_scorer
-from targets import POWER, Retention
+from targets import POWER, Retention, policy_attend
 from test_masks import Kernel
 from train import PRESETS, Settings, lr_factor, make_optimizer, parse_settings
 
@@ -363,7 +363,7 @@ def test_distillation_is_its_plain_form(top_k):
     mask = torch.arange(15) < torch.tensor([[14], [9]])
     student, teacher = Head(weight), Head(torch.randn(20, 6))
     teacher_hidden = torch.randn(2, 15, 6)
-    loss = train.distillation_kl(student, hidden, teacher, teacher_hidden, mask, top_k)
+    loss = train.distillation_kl(student, hidden, *train.top_logits(teacher, teacher_hidden, top_k), mask)
     total = 0.0
     for b, t in mask.nonzero().tolist():
         logits = (teacher_hidden[b, t] @ teacher.weight.T).double()
@@ -387,8 +387,9 @@ def test_a_model_has_no_distance_to_itself():
     idx, lengths, starts = train.collate_problems([train.Problems("train", 0)[i] for i in range(2)])
     mask = train.response_mask(idx.shape[1], lengths, starts)
     hidden = model(idx, causal_attend)
-    assert train.distillation_kl(model, hidden, model, hidden.detach(), mask, 256).item() == 0
-    assert train.distillation_kl(model, hidden, other, other(idx, causal_attend), mask, 256).item() > 0.1
+    own, others = (train.top_logits(m, m(idx, causal_attend), 256) for m in (model, other))
+    assert train.distillation_kl(model, hidden, *own, mask).item() == 0
+    assert train.distillation_kl(model, hidden, *others, mask).item() > 0.1
 
 
 def gradients(train_base, weight, pad=EOT):
@@ -404,8 +405,8 @@ def gradients(train_base, weight, pad=EOT):
     retention, anchors = Retention(SPEC, lengths, weight=weight, noise=noise), None if train_base else []
     if train_base:
         hidden = model(idx, train.training_attend(model, SPEC, retention))
-        train.distillation_kl(model, hidden, teacher, teacher(idx, causal_attend),
-                              train.response_mask(idx.shape[1], lengths, starts), 256).backward()
+        train.distillation_kl(model, hidden, *train.top_logits(teacher, teacher(idx, causal_attend), 256),
+                              train.response_mask(idx.shape[1], lengths, starts)).backward()
     else:
         with torch.no_grad():
             model(idx, train.training_attend(model, SPEC, retention, anchors))
@@ -501,9 +502,9 @@ def test_a_budget_that_holds_everything_is_dense(policy):
     idx, lengths, _ = train.collate_problems([make_problem("walk", i) for i in range(2)])
     dense = model(idx, causal_attend)
     spec = lambda budget: CacheSpec(2, 8, budget, scorers[0].state_entries)  # noqa: E731
-    held = model(idx, train.policy_attend(scorers, spec(1000), lengths))
+    held = model(idx, policy_attend(scorers, spec(1000), lengths))
     assert (held - dense).abs().max() < 1e-4 * dense.abs().max()
-    evicted = model(idx, train.policy_attend(scorers, spec(40), lengths))
+    evicted = model(idx, policy_attend(scorers, spec(40), lengths))
     changed = (evicted - dense).abs().amax((0, 2)) > 1e-4 * dense.abs().max()
     n_slots = spec(40).n_slots
     assert not changed[:n_slots].any() and changed[n_slots + 40:].any()
@@ -524,7 +525,7 @@ def test_the_oracle_ranks_by_the_attention_that_dense_queries_will_pay():
     scorers, found = scorers_for(model, "oracle"), []
     idx, lengths, _ = train.collate_problems([make_problem("walk", 0)])
     T = idx.shape[1]
-    model(idx, train.policy_attend(scorers, CacheSpec(2, 8, 35), lengths, lambda *result: found.append(result)))
+    model(idx, policy_attend(scorers, CacheSpec(2, 8, 35), lengths, lambda *result: found.append(result)))
     assert [layer for layer, *_ in found] == [0, 1]
     query, t = torch.arange(T)[:, None], torch.arange(T)
     for _, q, k, _, scores, evict_at in found:

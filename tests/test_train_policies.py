@@ -16,7 +16,7 @@ from data.scorer_files import load_scorers
 from flex_masks import CacheSpec, attention, keep_everything, plan
 from model import causal_attend, load_model, save_model
 from scorer import LEARNED, make_scorers
-from targets import GATE_TAU, Retention, gate_shortfall, gated_attention, noisy_gate
+from targets import GATE_TAU, Retention, gate_shortfall, gated_attention, noisy_gate, policy_attend
 from test_train import CACHE, QUIET, SCORER, base, small_problems  # noqa: F401 (two are fixtures)
 from test_train import random_model, refused, run, same, state_of, stop_at, strict_json
 from train import ADAPTED, parse_settings, stage_spec
@@ -311,7 +311,7 @@ def test_the_kl_teaches_the_gates():
     with torch.no_grad():
         teacher = model(idx, causal_attend)
     hidden = model(idx, train.gated_attend(model, spec, noise, gates))
-    kl = train.distillation_kl(model, hidden, model, teacher, mask, 256)
+    kl = train.distillation_kl(model, hidden, *train.top_logits(model, teacher, 256), mask)
     assert kl > 0 and [z.shape for z in gates] == [(2, 2, idx.shape[1])] * 2
     kl.backward()
     assert all(p.grad.abs().max() > 0 for p in model.scorers.parameters())
@@ -320,7 +320,7 @@ def test_the_kl_teaches_the_gates():
     model.zero_grad()
     idx[torch.arange(idx.shape[1]) >= lengths[:, None]] = 65
     hidden = model(idx, train.gated_attend(model, spec, noise, []))
-    train.distillation_kl(model, hidden, model, teacher, mask, 256).backward()
+    train.distillation_kl(model, hidden, *train.top_logits(model, teacher, 256), mask).backward()
     for name, p in model.named_parameters():
         assert (p.grad - want[name]).abs().max() <= 1e-5 * want[name].abs().max(), name
 
@@ -383,7 +383,7 @@ def test_random_prompt_learns_how_long_prompts_are():
     scorers = make_scorers("random-prompt", n_layer=2, n_kv_head=2, head_dim=8, window=8)
     idx = torch.randint(65, 90, (2, 150))
     lengths, starts, plans = torch.tensor([150, 120]), torch.tensor([19, 40]), []
-    attend = train.policy_attend(scorers, spec, lengths, lambda *args: plans.append(args[-1]), starts + 1)
+    attend = policy_attend(scorers, spec, lengths, lambda *args: plans.append(args[-1]), starts + 1)
     with torch.no_grad():
         model(idx, attend)
         model(idx, attend)  # set anew in each pass
@@ -392,7 +392,7 @@ def test_random_prompt_learns_how_long_prompts_are():
         assert (evict_at[0, :, :20] > 150).all() and (evict_at[1, :, :41] > 150).all()
         assert (evict_at[0, :, 20:140] <= 150).any(-1).all() and (evict_at[1, :, 41:110] <= 150).any(-1).all()
     with pytest.raises(ValueError, match="random-prompt: set prompt_lengths"):
-        model(idx, train.policy_attend(scorers, spec, lengths))
+        model(idx, policy_attend(scorers, spec, lengths))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
