@@ -282,7 +282,7 @@ def prefill(model: Transformer, idx, lengths, cache: KVCache):
 
 def block_in_chunks(block, x, cos, sin, attend, layer):
     """A block whose MLP sees CHUNK tokens at a time: at 131,072 tokens of an 8B model it would hold 10 GB at once."""
-    x = x + block.self_attn(block.input_layernorm(x), cos, sin, attend, layer)
+    x = x + block.self_attn.out(attend(layer, *block.before(x, cos, sin)))
     for part in x.split(CHUNK, dim=1):
         part += block.mlp(block.post_attention_layernorm(part))
     return x
