@@ -124,7 +124,7 @@ class Job:
 
     def __init__(self, policy, sort, T, model, teacher, args, device):
         self.settings, self.device, config = settings_of(policy, sort, T, args, device), device, model.config
-        self.model, self.teacher = model, teacher
+        self.model, self.teacher, self.scored = model, teacher, None  # scored: the last call of a scorer in parts
         self.spec = spec_of("streaming" if policy == "dense" else policy, config, args.budget, args.n_sink, args.window)
         model.scorers = torch.nn.ModuleList() if policy == "dense" else taught_scorers(
             policy, config, args.window, device)
@@ -162,18 +162,16 @@ class Job:
 
     def scorer_backward_ms(self):
         """Backward of the scorers of all layers, by itself: inside a step it lies between other kernels."""
-        if not len(self.model.scorers):
+        if self.scored is None:
             return 0.0
-        config, B, scorer = self.model.config, self.settings.batch_size, self.model.scorers[0]
-        k, v = (torch.randn(B, config.n_kv_head, self.settings.context, config.head_dim, device=self.device)
-                for _ in "kv")
-        parameters = [p for name, p in scorer.named_parameters() if name != "alpha"]
-        timer = Timer(self.device)
+        make, args = self.scored
+        parameters, timer = [p for name, p in args[0].named_parameters() if name != "alpha"], Timer(self.device)
         for _ in range(3):
-            scores = scorer(k, v, self.inputs[1])
+            with training.autocast(self.device), torch.autocast(self.device, enabled=False):  # as in the step
+                scores = make(*args)
             with timer:
                 torch.autograd.grad(scores.sum(), parameters)
-        return config.n_layer * timer.ms()[-1]
+        return self.model.config.n_layer * timer.ms()[-1]
 
 # ------------------------------------------------------------------------------------------------ Where the time goes
 
@@ -222,6 +220,13 @@ class Parts:
             if hidden.requires_grad:
                 hidden.register_hook(self.hidden_known)
             return hidden
+        def scored(make):
+            timed = self.timed("scorer", make)
+
+            def wrapped(*args):
+                job.scored = make, args
+                return timed(*args)
+            return wrapped
         with ExitStack() as stack:
             def watch(owner, name, new):
                 stack.enter_context(patch.object(owner, name, new))
@@ -231,10 +236,11 @@ class Parts:
             for name, owner, part in (
                     ("top_logits", training, "kl"), ("distillation_kl", training, "kl"),
                     ("optimizer_step", training, "optimizer"), ("judge", targets, "scorer"),
-                    ("score", targets, "scorer"), ("compiled_score", targets, "scorer"),
                     ("future_attention", targets, "transposed"), ("lifetime_order", flex_masks, "plan"),
                     ("compiled_lifetime_order", flex_masks, "plan"), ("evict_at_block_mask", flex_masks, "plan")):
                 watch(owner, name, self.timed(part, getattr(owner, name)))
+            for name in ("score", "compiled_score"):
+                watch(targets, name, scored(getattr(targets, name)))
             watch(torch.Tensor, "backward", self.backward(torch.Tensor.backward))
             yield
 

@@ -102,6 +102,7 @@ def test_parts_of_a_real_step_add_up():
     whole = 1e3 * (time.perf_counter() - start)
     assert list(ms) == list(speed_train.PARTS) and all(ms[name] > 0 for name in ms)
     assert sum(ms.values()) <= whole and ms["backward"] + ms["student"] > 0.1 * whole
+    assert job.scorer_backward_ms() > 0 and job.scored[1][1].shape == (1, 2, 96, 32)  # of the step's own keys
     assert "forward" not in vars(job.model) and targets.plan is flex_masks.plan  # nothing is left behind
 
 
@@ -112,8 +113,25 @@ def test_dense_is_plain_distillation():
     values, norm = job.step()
     assert set(values) == {"kl"} and values["kl"].abs() < 1e-6 and norm < 1e-3
     assert job.step_in_parts()[1] == speed_train.causal_pairs(job.model.config, 1, 96)
+    assert job.scorer_backward_ms() == 0
     values, norm = make_job("kvpop").step()
     assert values["kl"] > 1e-5 and norm > 1e-3 and values["retention"].shape == (2,)
+
+
+def test_a_bf16_teacher_is_the_model_that_is_trained(monkeypatch):
+    """In the precisions of a GPU: fp32 weights with products in bf16 give what their bf16 copy gives, bit for bit, as
+    long as what runs between the blocks is bf16 in both."""
+    monkeypatch.setattr(training, "autocast", lambda device: torch.autocast("cpu", torch.bfloat16))
+    found = []
+    for stream in (torch.bfloat16, None):
+        job = make_job("dense")
+        job.teacher.bfloat16()
+        with torch.no_grad():
+            for mine, its in zip(job.model.parameters(), job.teacher.parameters()):
+                mine.copy_(its)
+        job.model.stream_dtype = stream
+        found.append(job.step()[0]["kl"].item())
+    assert found[0] == 0 and found[1] > 1e-9
 
 
 def test_a_frozen_base_trains_the_scorers_alone():
