@@ -3,7 +3,7 @@
 What this file holds, bottom-up:
   LayerCache, KVCache   the static tensors of one layer and of all; `step` evicts one entry and writes one
   prefill, step         whole prompts under the mask of training, keeping each layer's survivors; then a token a row
-  sample, generate      filters, per-row randomness, the batched loop with its stop reasons; `resume` adds a turn
+  generate              the batched loop with its stop reasons; `resume` adds a turn (data/sampling.py draws tokens)
   force                 given rows through the same decode step: how a dynamic policy is measured
   main                  the command line
 How it departs from a vanilla KV cache: a slot is not a position. A new token takes the slot of the token evicted for
@@ -19,20 +19,28 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data.figures import draw_kept
 from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, labels, open_prompts, resolve_device,
                           sampling, say, stop_ids, summary, tokenizer_of, verdict)
+from data.resolve import resolve_policy, resolve_spec, weights_folder
+from data.sampling import sample
+from data.scorer_files import load_scorers
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
-from model import ModelConfig, Transformer, load_model, read_json, resolve_checkpoint
-from scorer import LEARNED, POLICIES, check_policy, check_window, geometry, load_scorers, make_scorers, state_entries
+from model import GraphedStep, ModelConfig, Transformer, load_model, read_json
+from scorer import LEARNED, POLICIES, check_window, make_scorers
 
-DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder without a scorer.json
+# SDPA's kernels for a step, best first. Flash splits the few heads of a small batch over the whole card: 18 us a layer
+# at batch 1 and 4096 entries where cuDNN takes 50. With many heads cuDNN is faster, 124 us against 210 at batch 64 and
+# 2048 entries (H200, Qwen3-8B shapes)
+FEW_HEADS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+MANY_HEADS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CHUNK = 8192  # tokens that a prefill takes through an MLP at a time: a prompt's own activations then stay small
 
 # ------------------------------------------------------------------------------------------------------------ The cache
 
@@ -157,7 +165,7 @@ class LayerCache:
 
 class KVCache:
     """All layers; `input_pos` (B,) int64, the position of each row's next token; `seen`, an int: no row's is smaller;
-    `compiled`: `step` runs blocks through torch.compile, which leaves a GPU fewer kernels.
+    `compiled`: `step` runs blocks through torch.compile, which leaves a GPU fewer kernels; "tuned": harder still.
     spec: CacheSpec. scorers: one per layer, or None for the dense policy with `dense_spec`. Memory for any length:
     n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state."""
 
@@ -192,7 +200,8 @@ class KVCache:
                 layer.state["prompt"].copy_(lengths)
 
     def run(self, block, x, cos, sin, attend, layer):  # the model's, in place of calling the block
-        return compiled_block_step(block, self.layers[layer], x, cos, sin, self.input_pos, self.full)
+        compiled = tuned_block_step if self.compiled == "tuned" else compiled_block_step
+        return compiled(block, self.layers[layer], x, cos, sin, self.input_pos, self.full)
 
     def attend(self, layer, q, k, v):  # the model's while decoding
         return self.layers[layer].step(q, k, v, self.input_pos, self.full)
@@ -265,10 +274,18 @@ def prefill(model: Transformer, idx, lengths, cache: KVCache):
         slots.fill(k, v, priority, evict_at, lengths, state)
         return attention(q, k, v, evict_at, cache.spec)[0]
 
-    hidden = model(idx, attend)  # (B, T, C)
+    hidden = model(idx, attend, run=block_in_chunks)  # (B, T, C)
     cache.input_pos.copy_(lengths)
     cache.seen = int(lengths.min())
     return model.unembed(hidden[torch.arange(len(lengths), device=idx.device), lengths - 1])
+
+
+def block_in_chunks(block, x, cos, sin, attend, layer):
+    """A block whose MLP sees CHUNK tokens at a time: at 131,072 tokens of an 8B model it would hold 10 GB at once."""
+    x = x + block.self_attn.out(attend(layer, *block.before(x, cos, sin)))
+    for part in x.split(CHUNK, dim=1):
+        part += block.mlp(block.post_attention_layernorm(part))
+    return x
 
 
 def block_step(block, slots, x, cos, sin, input_pos, full):
@@ -277,12 +294,16 @@ def block_step(block, slots, x, cos, sin, input_pos, full):
 
 
 compiled_block_step = torch.compile(block_step, dynamic=False, fullgraph=True)
+# at batch 1 products become reductions, tried out one by one: nearer to the memory's speed, but a minute of compilation
+tuned_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options={"coordinate_descent_tuning": True})
 
 
 @torch.no_grad()
 def step(model: Transformer, idx, cache: KVCache):
     """One token per row: idx (B,) int64 -> logits (B, V). In place on the cache, without a wait for the device."""
-    hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None], cache.run if cache.compiled else None)
+    heads = len(idx) * model.config.n_kv_head
+    with sdpa_kernel(FEW_HEADS if heads <= 64 else MANY_HEADS, set_priority=True):
+        hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None], cache.run if cache.compiled else None)
     cache.input_pos.add_(1)
     cache.seen += 1
     return model.unembed(hidden[:, 0])
@@ -342,30 +363,13 @@ def force(model: Transformer, rows, spec=None, scorers=None, *, on_logits, graph
         on_logits(t, advance(idx[:, t]))
     return cache
 
-# ------------------------------------------------------------------------------------------------ Sampling and the loop
+def fuse_scorers(scorers):
+    """As model.fuse, for scorers that can: a step on a GPU then has fewer and larger products."""
+    for scorer in scorers if scorers is not None else ():
+        if hasattr(scorer, "fuse"):
+            scorer.fuse()
 
-def sampling_probs(logits, temperature, top_p=1.0, top_k=0):
-    """logits (B, V) -> fp64 probabilities in descending order (B, V), zero where filtered out, and their token ids.
-    Temperature, then top_k (0 = off; exactly k stay, lower ids first among equals), then top_p: the fewest tokens whose
-    share of what top_k left reaches top_p, at least one."""
-    logits = logits.double() - logits.amax(-1, keepdim=True)  # first, so that a tiny temperature gives no inf - inf
-    probs, ids = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    if top_k:
-        probs[:, top_k:] = 0.0
-    before = probs.cumsum(-1) - probs  # (B, V): what stands ahead of each
-    probs = probs.masked_fill(before >= top_p * probs.sum(-1, keepdim=True), 0.0) if top_p < 1 else probs
-    return probs / probs.sum(-1, keepdim=True), ids
-
-
-def sample(logits, noise, temperature, top_p=1.0, top_k=0):
-    """logits (B, V), noise (B,) fp64 uniform in [0, 1) -> token ids (B,). temperature 0 is greedy."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    probs, ids = sampling_probs(logits, temperature, top_p, top_k)
-    place = (probs.cumsum(-1) <= noise[:, None]).sum(-1, keepdim=True)  # the inverse of the cumulative distribution
-    place = torch.minimum(place, (probs > 0).sum(-1, keepdim=True) - 1)  # a sum rounded below 1 must not leave the set
-    return ids.gather(-1, place).squeeze(-1)
-
+# ------------------------------------------------------------------------------------------------------------- The loop
 
 @dataclass
 class Generation:
@@ -378,6 +382,22 @@ class Generation:
     decode_seconds: float = 0.0
     steps: int = 0  # decode steps, of the whole batch
     advance: object = None  # the step of this cache, perhaps captured: to go on with
+
+
+class Fetched:
+    """A copy to the host that is under way: the device goes on meanwhile, `tolist` waits for the copy alone."""
+
+    def __init__(self, ids):
+        self.ids, self.done = ids, torch.cuda.Event() if ids.is_cuda else None
+        if self.done:
+            self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+            self.ids.copy_(ids, non_blocking=True)
+            self.done.record()
+
+    def tolist(self):
+        if self.done:
+            self.done.synchronize()
+        return self.ids.tolist()
 
 
 class Interrupted(KeyboardInterrupt):
@@ -402,7 +422,7 @@ def check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_
 @torch.no_grad()
 def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_tokens=None, max_seq_len=None,
              temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_ids=None, on_token=None, cache=None, resume=None,
-             graph=True) -> Generation:
+             graph=True, compiled=False, ahead=False) -> Generation:
     """Generate for a batch of prompts (lists of token ids, any lengths) until every row has stopped.
     spec and scorers as for KVCache; both None is the dense policy, with room for the longest row. max_new_tokens None:
     until an end token or max_seq_len (default: the model's). stop_ids default to the model's end tokens.
@@ -411,11 +431,14 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     A dynamic policy has no prefill: all rows start at position 0 and step through their prompts; steps and
     decode_seconds then count from where the longest one ends.
     on_token(row, id) is called for each new token. cache: one to reuse, it is reset. graph: on a GPU, replay each step
-    as a CUDA graph. Rows that have stopped go through the steps unread, to keep the shapes: their slots mean nothing
-    after that. resume: the Generation of one row, to go on from. Its cache stays (a dense one grows), and the prompt,
+    as a CUDA graph, and the sampling as another. compiled: blocks through torch.compile. ahead: the host reads a token
+    while a GPU runs the next step, so that it never waits; at the end the cache has seen a token too many and cannot be
+    resumed. Rows that have stopped go through the steps unread, to keep the shapes: their slots mean nothing after
+    that. resume: the Generation of one row, to go on from. Its cache stays (a dense one grows), and the prompt,
     behind the last token said if that was never fed, is stepped in token by token: the same state as from one prompt
     with everything. An end token is not fed. ValueError before any work."""
     config, weight = model.config, model.model.embed_tokens.weight
+    ahead = ahead and weight.is_cuda
     max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
     stop_ids = config.eos_token_ids if stop_ids is None else stop_ids
     past = 0  # positions that the cache has seen
@@ -433,6 +456,7 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     if cache is None or grow:
         spec = dense_spec(most) if spec is None else spec
         cache = KVCache(config, spec, B, scorers, weight.device, weight.dtype)
+        cache.compiled = compiled
     # all randomness is drawn before the loop and on the CPU, so that it is the same in any batch and on any device
     seeds = [seed + b for b in range(B)] if isinstance(seed, int) else seed
     noise = torch.stack([torch.rand(room if temperature else 1, dtype=torch.float64,
@@ -447,16 +471,21 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
         cache.reset(resume and resume.cache)
     stepped, n_done = resume is not None or cache.layers[0].dynamic, 0
     first, lead = [past + 1 if stepped else len(p) for p in prompts], longest - 1 if stepped else 0
+
+    def choose(logits, at):  # at (B,): tokens that each row has had; a stepped one may still be in its prompt
+        drawn, told = (at - lengths).clamp(0, noise.shape[1] - 1)[:, None], at.clamp(max=longest - 1)[:, None]
+        ids = sample(logits, noise.gather(1, drawn).squeeze(1), temperature, top_p, top_k)
+        return dict(ids=torch.where(at < lengths, idx.gather(1, told).squeeze(1), ids))
+    choose = GraphedStep(choose, graph and weight.is_cuda)
     start = time.perf_counter()
     try:
         logits = advance(idx[:, 0]) if stepped else prefill(model, idx, lengths, cache)  # (B, V)
         while True:  # logits are those of each row's last token so far; input_pos has counted it
-            at = cache.input_pos - past
-            drawn = (at - lengths).clamp(0, noise.shape[1] - 1)[:, None]  # (B, 1)
-            ids = sample(logits, noise.gather(1, drawn).squeeze(1), temperature, top_p, top_k)
-            given = idx.gather(1, at.clamp(max=longest - 1)[:, None]).squeeze(1)
-            ids = torch.where(at < lengths, given, ids)  # a stepped row may still be in its prompt
-            for b, token in enumerate(ids.tolist()):  # the one wait for the device in a step
+            ids = choose(logits, cache.input_pos - past)["ids"]
+            told = Fetched(ids)
+            if ahead:
+                logits = advance(ids)
+            for b, token in enumerate(told.tolist()):  # the one wait for the device in a step
                 if result.stop[b] is not None:
                     continue
                 result.seen[b] = first[b] + n_done
@@ -475,7 +504,7 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
                 result.prefill_seconds, start = time.perf_counter() - start, time.perf_counter()
             if all(result.stop):
                 break
-            logits = advance(ids)
+            logits = logits if ahead else advance(ids)
             n_done += 1
             result.steps = max(0, n_done - lead)
     except KeyboardInterrupt:
@@ -486,67 +515,6 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     return result
 
 # ----------------------------------------------------------------------------------------------------- The command line
-
-def named_folder(folder, name):
-    """A folder that the scorer.json of `folder` names: relative to it, or by hub id."""
-    local = Path(folder) / name
-    return local if name.startswith(".") or local.is_dir() else resolve_checkpoint(name)
-
-
-def weights_folder(folder, settings):
-    """Where the model weights of a retrofit lie: with its scorers, or, trained on a frozen base, with the base."""
-    default = "." if (Path(folder) / "config.json").is_file() else settings.get("base", ".")
-    return named_folder(folder, settings.get("weights", default))
-
-
-def resolve_policy(args):
-    """-> folder of the weights, policy, whether its scorers lie there, settings: --model and --policy taken together.
-    A policy that was trained lives with its weights. One that needs no training runs on the base model, which a
-    retrofitted folder names under "base" in its scorer.json, relative to itself."""
-    try:
-        folder = resolve_checkpoint(args.model)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"--model: {error}") from None
-    retrofit = (folder / "scorer.json").is_file()
-    settings = read_json(folder / "scorer.json") if retrofit else DEFAULTS
-    own = settings.get("policy") if retrofit else "dense"
-    policy = args.policy or own
-    check_policy(policy)
-    if policy == "oracle":
-        raise ValueError("policy oracle ranks by future attention, which no decoder has: choose another --policy")
-    if policy in LEARNED and retrofit and policy != own:
-        raise ValueError(f"{folder} was trained for policy {own}: give a {policy} checkpoint with --model")
-    if policy in LEARNED or not retrofit or policy == own:
-        return folder, policy, policy in LEARNED or retrofit, settings  # load_scorers says it if a folder has none
-    if not settings.get("base"):
-        raise ValueError(f"{folder}/scorer.json names no base model for policy {policy}: give its folder with --model")
-    base = named_folder(folder, settings["base"])
-    say(f"policy {policy} needs no training: using the base model in {os.path.normpath(base)}")
-    return base, policy, False, settings
-
-
-def resolve_spec(args, settings, policy, config, limit):
-    """CacheSpec from the flags, else from the settings; None for dense. Warns where the sinks go."""
-    flags = {name: getattr(args, name) for name in ("n_sink", "window", "budget")}
-    if policy == "dense":
-        if any(value is not None for value in flags.values()):
-            raise ValueError("policy dense keeps every token: drop --budget, --n-sink and --window")
-        return None
-    values = {name: settings.get(name) if value is None else value for name, value in flags.items()}
-    if odd := [name for name, value in values.items() if type(value) is not int]:
-        raise ValueError(f"scorer.json gives no integer {odd[0]}: give it with --{odd[0].replace('_', '-')}")
-    own = dict(zip(("n_sink", "window"), geometry(policy, values["n_sink"], values["window"])))
-    if any(flags[name] not in (None, own[name]) for name in own):
-        raise ValueError(f"policy {policy} is defined with n_sink {own['n_sink']} and window {own['window']}: drop "
-                         "--n-sink and --window")
-    options = settings.get("options") if policy == settings.get("policy") else None
-    charge = state_entries(policy, config.head_dim, config.group_size, own["window"], **(options or {}))
-    spec = CacheSpec(**{**values, **own}, state_entries=charge)
-    if spec.n_sink == 0 and own["n_sink"] == values["n_sink"]:
-        say("warning: n_sink 0 evicts the attention sinks; most models break down beyond the budget")
-    most = max(limit, spec.n_sink + spec.window) + spec.state_entries  # no token would reach more slots
-    return replace(spec, budget=min(spec.budget, most))
-
 
 def parse_args(argv):
     parser = argparse.ArgumentParser(
@@ -563,6 +531,8 @@ def parse_args(argv):
     add("--max-seq-len", type=int, help="prompt and text together (default and limit: the model's)")
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
+    add("--compile", action=argparse.BooleanOptionalAction,
+        help="on a GPU, blocks through torch.compile: some 20 s, then faster steps (default: from a billion parameters)")
     add("--picture", metavar="FILE.png", help="draw which tokens each layer still holds at the end")
     return parser.parse_args(argv)
 
@@ -595,7 +565,10 @@ def run(args):
     if scorers is not None:
         check_scorers(scorers, config, spec)
         scorers.to(device)
-    model = load_model(weights, device, dtype).eval()
+    model, on_gpu = load_model(weights, device, dtype).eval(), torch.device(device).type == "cuda"
+    compiled = on_gpu and (sum(p.numel() for p in model.parameters()) >= 1e9 if args.compile is None else args.compile)
+    if on_gpu:
+        model.fuse(), fuse_scorers(scorers)
     result, ids, tokens, spent, code = None, prompt, [], Counter(), 0
     while ids is not None and not code:
         write, room, cap = Writer(tokenizer), limit - len(tokens) - len(ids), args.max_new_tokens
@@ -606,7 +579,8 @@ def run(args):
                 break
         try:
             result = generate(model, [ids], spec, scorers, max_new_tokens=cap, max_seq_len=limit, resume=result, **how,
-                              seed=args.seed + spent["turns"], on_token=write, stop_ids=ends)
+                              seed=args.seed + spent["turns"], on_token=write, stop_ids=ends, compiled=compiled,
+                              ahead=talk is None and not args.picture)
         except Interrupted as stopped:
             code, result = 130, stopped.args[0]
         write.finish()

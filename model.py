@@ -254,6 +254,26 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(acc), self.weight.shape, self.weight.to(acc), self.eps).to(x.dtype)
 
 
+def lay_side_by_side(linears):
+    """Put the weights of linear maps of one input into one buffer, of which they become parts -> (sum of outputs,
+    inputs). One product then does for all of them, and no memory is added. Biases are refused (None): no model that
+    decodes fast has them."""
+    if any(linear.bias is not None for linear in linears):
+        return None
+    weights = [linear.weight for linear in linears]
+    fused = torch.cat([w.data for w in weights])
+    for w, part in zip(weights, fused.split([len(w) for w in weights])):
+        w.data = part
+    return fused
+
+
+def side_by_side(x, linears, fused):
+    """[linear(x) for linear in linears], in one product where their weights lie in `fused`."""
+    if fused is None:
+        return [linear(x) for linear in linears]
+    return F.linear(x, fused).split([linear.out_features for linear in linears], dim=-1)
+
+
 class Attention(nn.Module):
     """Projections, q/k-norm and RoPE; the attention itself is `attend`'s."""
 
@@ -267,10 +287,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_dim, config.n_embd, bias=bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.register_buffer("fused", None, persistent=False)  # see Transformer.fuse
 
     def qkv(self, x, cos, sin):
         """x (B, T, C) -> q (B, H, T, D), k and v (B, H_kv, T, D), all of one dtype, as a cache would hold them."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        projected = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj), self.fused)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
         q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D)
         return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin), v.transpose(1, 2)
 
@@ -287,9 +309,11 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.n_embd, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.n_embd, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.n_embd, bias=config.mlp_bias)
+        self.register_buffer("fused", None, persistent=False)  # see Transformer.fuse
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = side_by_side(x, (self.gate_proj, self.up_proj), self.fused)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -339,6 +363,15 @@ class Transformer(nn.Module):
             elif parameter.dim() == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))  # each layer adds two to the stream
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02)
+
+    def fuse(self):
+        """For decoding: q, k and v become one product, gate and up another. Weights stay the same tensors by the same
+        names, in new places, so call it after moving the model and before anything is captured in a CUDA graph."""
+        for block in self.model.layers:
+            attn, mlp = block.self_attn, block.mlp
+            attn.fused = lay_side_by_side((attn.q_proj, attn.k_proj, attn.v_proj))
+            mlp.fused = lay_side_by_side((mlp.gate_proj, mlp.up_proj))
+        return self
 
     def rope(self, input_pos):
         """cos, sin for absolute positions (T,) or (B, T): what a caller needs to run a Block by itself."""

@@ -9,15 +9,10 @@
 - Arithmetic is fp32 whatever autocast says, fp64 if the module is fp64. Method: KVpop, arXiv 2607.05061, App. A and E.
 Letters: B batch, T tokens, H_kv KV heads, D head_dim, N slots of the cache, n chunks of L tokens.
 """
-import json
 import math
-import os
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 POLICIES = ("dense", "streaming", "random", "random-prompt", "knorm", "keydiff", "tova-layer", "tova-head", "h2o",
@@ -474,17 +469,29 @@ class MLSTM(LearnedScorer, name="kvpop"):
         self.w_score = nn.Parameter(torch.zeros(n_kv_head, half, 1, device="cpu"))  # a
         self.w_skip = nn.Parameter(self.normal(2 * D, skip_width, salt=3) / (2 * D) ** 0.5)  # W_s
         self.w_skip_score = nn.Parameter(torch.zeros(n_kv_head, skip_width, 1, device="cpu"))  # c
+        self.register_buffer("fused", None, persistent=False)  # see fuse
+
+    def fuse(self):
+        """Lay all that multiplies x in one buffer, of which the parameters become parts: a decode step then has one
+        product in place of five. Call it once the scorer is where it will decode; it can still be trained."""
+        names = ("w_q", "w_k", "w_v", "w_gate", "w_skip")
+        parts = [getattr(self, name) for name in names]
+        self.fused = torch.cat([p.data for p in parts], dim=-1)  # (H_kv, 2D, 3 D/2 + 2 + skip_width)
+        for p, part in zip(parts, self.fused.split([p.shape[-1] for p in parts], dim=-1)):
+            p.data = part
 
     @staticmethod
     def phi(z):
         return torch.cat([z.softmax(-1), (-z).softmax(-1)], dim=-1)  # (..., D/2) -> (..., D), positive
 
+    def gates(self, gate):
+        """(..., 2) -> input gate and log forget gate, (...) each."""
+        gate = self.soft_cap * torch.tanh(gate / self.soft_cap) if self.soft_cap else gate
+        return gate[..., 0], F.logsigmoid(gate[..., 1])
+
     def write(self, x):
         """x (B, H_kv, T, 2D) -> features k (.., T, D), values (.., T, D/2), input gate and log forget gate (.., T)."""
-        gate = self.per_head(x, "w_gate") + self.weight("b_gate", x)[:, None]  # (B, H_kv, T, 2)
-        if self.soft_cap:
-            gate = self.soft_cap * torch.tanh(gate / self.soft_cap)
-        ig, lf = gate[..., 0], F.logsigmoid(gate[..., 1])
+        ig, lf = self.gates(self.per_head(x, "w_gate") + self.weight("b_gate", x)[:, None])
         return self.phi(self.per_head(x, "w_k")), self.per_head(x, "w_v"), ig, lf
 
     def read(self, h, x):
@@ -501,25 +508,39 @@ class MLSTM(LearnedScorer, name="kvpop"):
         q_feat = F.pad(self.phi(self.per_head(x, "w_q")), (0, 0, delay, 0))[:, :, :T]  # q reads for token q - delay
         h, C, n, m = mlstm_chunkwise(q_feat, k_feat, value, ig, lf, self.chunk)  # (B, H_kv, T, D/2), state
         scores = self.read(h[:, :, delay:], x[:, :, : T - delay])  # (B, H_kv, T - delay)
-        return F.pad(scores, (0, delay)), {"C": C, "n": n, "m": m}
+        return F.pad(scores, (0, delay)), {"C": torch.cat([C.mT, n[:, :, None]], dim=2), "m": m}
 
     def init_state(self, batch, device, dtype=torch.float32, group_size=1, cache_dtype=None):
-        C = torch.zeros(batch, self.n_kv_head, self.head_dim, self.head_dim // 2, device=device, dtype=dtype)
-        n = C.new_zeros(C.shape[:3])
-        return {"C": C, "n": n, "m": C.new_full(C.shape[:2], FLOOR)}
+        C = torch.zeros(batch, self.n_kv_head, self.head_dim // 2 + 1, self.head_dim, device=device, dtype=dtype)
+        return {"C": C, "m": C.new_full(C.shape[:2], FLOOR)}
 
     def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
         if not self.delayed and self.name == "kvpop":  # nothing here keeps the score until q leaves the window
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
-        k_feat, value, ig, lf = (z.squeeze(2) for z in self.write(torch.cat([k, v], dim=-1)[:, :, None]))
+        half, names = self.head_dim // 2, ("w_q", "w_k", "w_v", "w_gate", "w_skip")
+        w = torch.cat([getattr(self, name) for name in names], dim=-1) if self.fused is None else self.fused
+        x = torch.cat([z.transpose(0, 1) for z in (k, v, k_leave, v_leave)], dim=-1)  # (H_kv, B, 4D)
+        x = x.unflatten(-1, (2, -1)).flatten(1, 2)  # (H_kv, 2B, 2D): of each row what enters and what leaves
+        if torch.compiler.is_compiling() and len(k) <= 4:  # a few vectors: one reduction reads w faster than a GEMM
+            y = (x[..., None] * w[:, None].to(x.dtype)).sum(-2)
+        else:
+            y = x @ w.to(x.dtype)
+        y = y.unflatten(1, (-1, 2)).transpose(0, 1)  # (B, H_kv, 2, ..)
+        _, key, value, gate, _ = y[:, :, 0].split([half, half, half, 2, w.shape[-1] - 3 * half - 2], dim=-1)
+        query, skip = y[:, :, 1, :half], y[:, :, 1, 3 * half + 2:]
+        ig, lf = self.gates(gate + self.weight("b_gate", x))  # (B, H_kv)
+        # one softmax for all features: each kernel less is time that a step has little of
+        features = torch.stack([key, -key, query, -query], dim=2).softmax(-1)  # (B, H_kv, 4, D/2)
+        k_feat, q_feat = features[:, :, :2].flatten(2), features[:, :, 2:].flatten(2)  # (B, H_kv, D)
         m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
-        f, i = (lf + state["m"] - m).exp()[..., None], (ig - m).exp()[..., None]  # (B, H_kv, 1)
-        C = f[..., None] * state["C"] + (i * k_feat)[..., None] * value[..., None, :]  # (B, H_kv, D, D/2)
-        n = f * state["n"] + i * k_feat  # (B, H_kv, D)
-        x = torch.cat([k_leave, v_leave], dim=-1)[:, :, None]  # (B, H_kv, 1, 2D), the token to be read
-        q_feat = self.phi(self.per_head(x, "w_q"))  # (B, H_kv, 1, D)
-        h = (q_feat @ C) / (q_feat @ n[..., None]).clamp(min=TINY)  # (B, H_kv, 1, D/2)
-        return self.read(h, x).squeeze(-1), {"C": C, "n": n, "m": m}
+        f, i = (lf + state["m"] - m).exp()[..., None], (ig - m).exp()[..., None]
+        value = F.pad(value, (0, 1), value=1.0)  # (B, H_kv, D/2 + 1)
+        C = f[..., None] * state["C"] + value[..., None] * (i * k_feat)[..., None, :]
+        # what the new C says, from the old one: its update can then be made in place
+        read = f * (state["C"] * q_feat[..., None, :]).sum(-1) + i * (k_feat * q_feat).sum(-1, keepdim=True) * value
+        h = read[..., :-1] / read[..., -1:].clamp(min=TINY)
+        heads = torch.cat([self.weight("w_score", x), self.weight("w_skip_score", x)], dim=1).squeeze(-1)
+        return (F.silu(torch.cat([h, skip], dim=-1)) * heads).sum(-1), {"C": C, "m": m}
 
 
 class MLSTMNoDelay(MLSTM, name="kvpop-nodelay"):
@@ -542,7 +563,7 @@ class MLSTMNoDelay(MLSTM, name="kvpop-nodelay"):
         leaving = (state["ring"] * here).sum(-1)  # (B, H_kv): q and u = q - window share their entry
         return leaving, new | {"ring": torch.where(here, now[..., None], state["ring"])}
 
-# ---------------------------------------------------------------------------------------------- making, saving, loading
+# ------------------------------------------------------------------ making them (data/scorer_files.py reads and writes)
 
 def check_policy(policy):
     if policy not in POLICIES:
@@ -550,8 +571,8 @@ def check_policy(policy):
 
 
 def state_entries(policy, head_dim, group_size=None, window=None, **options):
-    """Budget entries (one bf16 key and value each, 4 D bytes) that a policy's own state costs: kvpop's C, D x D/2 in
-    fp32, D/2 and its normaliser n one; kvpop-nodelay `window` fp32 scores more; snapkv and rkv n_queries bf16 queries
+    """Budget entries (one bf16 key and value each, 4 D bytes) that a policy's own state costs: kvpop's C, (D/2 + 1) x D
+    in fp32, D/2 + 1; kvpop-nodelay `window` fp32 scores more; snapkv and rkv n_queries bf16 queries
     for each of group_size heads. The others keep priority and position alone (random-prompt: one prompt length a row).
     ValueError: unknown policy; group_size or window not given where it counts."""
     check_policy(policy)
@@ -592,59 +613,3 @@ def check_window(scorers, window):
         if s.window is not None and s.window != window:
             raise ValueError(f"the {s.name} scorer of layer {s.layer} was trained with window {s.window}, "
                              f"not {window}: use window {s.window} or train another")
-
-
-def save_scorers(scorers, folder, spec_dict, values=None):
-    """Write scorer.safetensors (fp32, whatever the dtype in use) and scorer.json; both appear whole or not at all.
-    spec_dict: n_sink, window, budget (and more if you like), stored beside the policy, its sizes and options.
-    values: state dict of the model they belong to, written in place of their own weights, which may be sharded.
-    ValueError: a setting missing, layers that differ, a window that is not the scorers' own."""
-    first, folder = scorers[0], Path(folder)
-    if missing := {"n_sink", "window", "budget"} - spec_dict.keys():
-        raise ValueError(f"save_scorers: the settings lack '{min(missing)}'")
-    if any((s.name, s.options) != (first.name, first.options) for s in scorers):
-        raise ValueError("save_scorers: all layers must have the same policy and options")
-    check_window(scorers, spec_dict["window"])
-    settings = {"policy": first.name, "n_layer": len(scorers), "n_kv_head": first.n_kv_head, "head_dim": first.head_dim,
-                **spec_dict, "options": first.options}
-    tensors = {f"{i}.{name}": values[f"scorers.{i}.{name}"] if values else p
-               for i, s in enumerate(scorers) for name, p in s.named_parameters()}
-    tensors = {name: p.detach().float().cpu().contiguous().clone() for name, p in tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "scorer.safetensors.tmp", metadata={"format": "pt"})
-    os.replace(folder / "scorer.safetensors.tmp", folder / "scorer.safetensors")
-    (folder / "scorer.json.tmp").write_text(json.dumps(settings, indent=2) + "\n")
-    os.replace(folder / "scorer.json.tmp", folder / "scorer.json")
-
-
-def load_scorers(folder):
-    """-> (ModuleList with one scorer per layer, on CPU in fp32; settings dict of scorer.json).
-    FileNotFoundError: a file is missing. ValueError: a pickle in its place, an unreadable file, and every tensor that
-    is missing, unknown or of another shape or dtype, by name, before any is read."""
-    folder, path = Path(folder), Path(folder) / "scorer.safetensors"
-    pickles = sorted(p for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
-    if pickles and not path.is_file():
-        raise ValueError(f"{pickles[0]} is a pickle, and those can run code: convert it to safetensors")
-    for name in ("scorer.safetensors", "scorer.json"):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"no scorer in {folder}: {name} is missing")
-    try:
-        settings = json.loads((folder / "scorer.json").read_text())
-        args = {key: settings[key] for key in ("policy", "n_kv_head", "head_dim", "window")} | settings["options"]
-        scorers = make_scorers(**args, n_layer=settings["n_layer"])
-    except (json.JSONDecodeError, KeyError, TypeError) as err:
-        raise ValueError(f"{folder / 'scorer.json'} is not a scorer description: {err!r}") from None
-    want = {name: list(p.shape) for name, p in scorers.named_parameters()}
-    try:
-        with safe_open(path, framework="pt") as f:
-            have = {name: (f.get_slice(name).get_shape(), f.get_slice(name).get_dtype()) for name in f.keys()}
-            wrong = [f"{name} is missing" for name in want if name not in have]
-            wrong += [f"{name} is {dtype} {shape}, not F32 {want[name]}" if name in want else f"{name} is not ours"
-                      for name, (shape, dtype) in have.items() if (shape, dtype) != (want.get(name), "F32")]
-            if wrong:
-                raise ValueError(f"{path} does not fit scorer.json: " + "; ".join(wrong))
-            tensors = {name: f.get_tensor(name) for name in have}
-    except SafetensorError as err:
-        raise ValueError(f"{path} is not a whole safetensors file ({err}); copy or convert it again") from None
-    scorers.load_state_dict(tensors)
-    return scorers, settings

@@ -35,14 +35,24 @@ LISTWISE_SHARE = 1.0
 EPS = 1e-8  # added to the mean mass, so that a token nobody looks at has a finite target
 
 
+def log_sigmoid(x):
+    """log(sigmoid(x)) to 0.003, a third of a bf16 rounding, in multiplications alone: an exp and a log for each pair of
+    tokens took more time than the rest of the transposed pass (11.4 against 5.3 ms at 16k on an H200)."""
+    y = (1 - x.abs() * (1 / 10.55)).clamp(min=0.0)
+    y = y * y
+    y = y * y
+    return x.clamp(max=0.0) - 0.696 * (y * y)  # log(1 + exp(-|x|)) is nearly an eighth power
+
+
 def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0, kernel_options=None):
     """log sum_d p(d -> t)^power over d in [t + window, length): (B, H, T - window) fp32, -inf for an empty sum.
 
     p(d -> t) = exp(q_d . k_t / sqrt(D) - lse_d) comes from an attention call with K as queries and Q as keys; only its
     lse is used, the value is a narrow stand-in. lse (B, H, T) of the attention pass that q and k come from.
     evict_at (B, H_kv, T) given: the bounded form. For a token already evicted at d, exp(score - lse) is p / (1 - p),
-    which rewards having been evicted without bound; x - log(1 + exp(x)) turns it into the mass that the token would get
-    if it were put back. A KV head is a batch row, so that K is one tensor seen by its group's heads, never copied.
+    which rewards having been evicted without bound; sigmoid(score - lse) is the mass that the token would get if it
+    were put back. (Cutting off at 1 is cheaper and teaches worse: it credits such a token with up to twice that.)
+    A KV head is a batch row, so that K is one tensor seen by its group's heads, never copied.
     """
     (B, H, T, D), H_kv = q.shape, k.shape[1]
     Z, G, rows = B * H_kv, H // H_kv, T - window  # later tokens have no future query: their sum is empty
@@ -55,9 +65,7 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0, kernel_
 
     def score_mod(score, b, h, t, d):
         x = score - lse[b, h, d]
-        if evict_at is not None:
-            y = x.clamp(max=30)  # at 30 the mass is 1 to the last bit
-            x = torch.where(d < evict_at[b, t], x, y - (1 + y.exp()).log())
+        x = x if evict_at is None else torch.where(d < evict_at[b, t], x, log_sigmoid(x))
         return x * power
 
     def mask_mod(b, h, t, d):

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 
 from data.prompts import tokenizer_of
-from decode import check_prompts, weights_folder
+from data.scorer_files import load_scorers
+from data.resolve import weights_folder
+from decode import check_prompts
 from flex_masks import CacheSpec
 from model import ModelConfig, fingerprint, load_model, read_json, resolve_checkpoint
-from scorer import LEARNED, POLICIES, check_policy, geometry, load_scorers, make_scorers, state_entries
+from scorer import LEARNED, POLICIES, check_policy, geometry, make_scorers, state_entries
 from train import Settings
 
 GEOMETRY = {"n_sink": Settings.n_sink, "window": Settings.window}  # where no retrofit says otherwise

@@ -187,7 +187,8 @@ def resolve_device(args):
 def summary(result, policy, config, spent):
     """The closing lines: entries against positions, bytes measured against the formula, speed, why it stopped."""
     cache, spec, seen = result.cache, result.cache.spec, result.seen[0]
-    held, size, width = cache.peak_entries(), cache.nbytes(), cache.layers[0].k_cache.element_size()
+    held = min(cache.peak_entries(), max(result.seen))  # a step ahead holds one more
+    size, width = cache.nbytes(), cache.layers[0].k_cache.element_size()
     charged = held + spec.state_entries
     formula = config.n_layer * 2 * config.n_kv_head * spec.n_slots * config.head_dim * width
     return [

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 
 from data.batches import global_batch
 from data.parallel import gathered, placed, rank, summed, world_size
+from data.scorer_files import save_scorers
 from model import copy_companions, save_model, write_json
-from scorer import save_scorers
 
 
 class Run:

@@ -25,12 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flex_masks
 from data.batches import collate_problems
 from data.prompts import SHIPPED
+from data.resolve import weights_folder
 from data.results import earlier_rows, print_table, write_results
+from data.scorer_files import load_scorers
 from data.traces import FAMILIES, make_problem
-from decode import weights_folder
 from flex_masks import TILE, CacheSpec, effective_priority, plan, pyplot
 from model import causal_attend, load_model
-from scorer import load_scorers
 from targets import transposed_lse
 
 DECAY = 0.9995  # of policy decay, per token: its oldest keys have sunk by one standard deviation after 2,000 tokens
@@ -42,8 +42,9 @@ FORWARD = (dict(fwd_BLOCK_M=64), dict(fwd_BLOCK_N=128), dict(fwd_BLOCK_N=32), di
 BACKWARD = (dict(bwd_num_stages=2), dict(bwd_num_stages=4), dict(bwd_num_warps=4), dict(bwd_BLOCK_M1=32),
             dict(bwd_BLOCK_N2=32), dict(bwd_BLOCK_N1=64, bwd_BLOCK_M2=64),
             dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4))
+# no PRESCALE_QK: its scores reach a score_mod in base 2, and the pass would be another one
 TRANSPOSED = (dict(BLOCK_M=64), dict(BLOCK_N=128), dict(num_warps=4), dict(num_stages=2), dict(num_stages=4),
-              dict(PRESCALE_QK=True), dict(USE_TMA=True))
+              dict(USE_TMA=True))
 
 # ----------------------------------------------------------------------------------- What both speed benchmarks share
 
@@ -268,7 +269,7 @@ def attention_row(policy, T, budget, args, device, options, dense):
                head_dim=args.head_dim)
     row |= dict.fromkeys(("tiles_kept", "tiles_full", "tiles_ideal", "plan_ms", "fwd_ms", "fwd_bwd_ms", "dense_backend",
                           "dense_fwd_ms", "dense_fwd_bwd_ms", "ratio_fwd", "ratio_fwd_bwd", "transposed_ms",
-                          "causal_flex_fwd_ms", "plan_peak_mib"))
+                          "transposed_free_ms", "causal_flex_fwd_ms", "plan_peak_mib"))
     row |= dict(kernel="flex_attention" if device == "cuda" else "dense_reference", reduced=device != "cuda", oom=[])
     made = {}
 
@@ -302,6 +303,7 @@ def attention_row(policy, T, budget, args, device, options, dense):
     if row["fwd_ms"] and T > args.window:
         lse = x.forward()[1]
         measure("transposed_ms", lambda: median_ms(lambda: x.transposed(lse, evict_at), device))
+        measure("transposed_free_ms", lambda: median_ms(lambda: x.transposed(lse, None), device))
     return row
 
 
@@ -366,9 +368,10 @@ def attention(args):
     of them without a mask), tiles_ideal (mean lifetime / T), plan_ms (scores to tables), fwd_ms and fwd_bwd_ms (plan,
     tables and gathers included), dense_backend, dense_fwd_ms, dense_fwd_bwd_ms (SDPA, causal, its fastest backend in
     this process), ratio_fwd, ratio_fwd_bwd (ours / dense), transposed_ms (the pass that makes the scorer's targets, in
-    its bounded form), causal_flex_fwd_ms (FlexAttention, causal, time order), plan_peak_mib (what scores to tables take
-    at most), kernel, reduced, oom (the figures for which memory did not suffice). Medians of up to 20 runs between CUDA
-    events after two that do not count. Rows that the file has already are kept, so an interrupted run goes on.
+    its bounded form), transposed_free_ms (in its unbounded form), causal_flex_fwd_ms (FlexAttention, causal, time
+    order), plan_peak_mib (what scores to tables take at most), kernel, reduced, oom (the figures for which memory did
+    not suffice). Medians of up to 20 runs between CUDA events after two that do not count. Rows that the file has
+    already are kept, so an interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -404,7 +407,8 @@ def attention(args):
                       f"{rows[-1]['dense_fwd_ms'] or -1:.2f} ms", flush=True)
     print_table(rows, ["policy", "T", "budget", "tiles_kept", "tiles_full", "tiles_ideal", "plan_ms", "fwd_ms",
                                "dense_fwd_ms", "ratio_fwd", "fwd_bwd_ms", "dense_fwd_bwd_ms", "ratio_fwd_bwd",
-                               "transposed_ms", "causal_flex_fwd_ms", "plan_peak_mib", "dense_backend", "reduced",
+                               "transposed_ms", "transposed_free_ms", "causal_flex_fwd_ms",
+                               "plan_peak_mib", "dense_backend", "reduced",
                                "oom"])
     picture = Path(args.folder) / f"{args.out}.png"
     draw_attention(picture, rows)

@@ -27,8 +27,8 @@ from torch.nn.attention.flex_attention import BlockMask
 import flex_masks
 from data.prompts import SHIPPED
 from data.results import earlier_rows, print_table, write_results
-from data.speed import add_options, card, guarded, median_ms, peak_bytes, release
-from decode import KVCache, dense_spec, make_step, prefill, step
+from data.speed import Timer, add_options, card, guarded, median_ms, peak_bytes, release
+from decode import KVCache, block_in_chunks, dense_spec, fuse_scorers, make_step, prefill, step
 from flex_masks import TILE, CacheSpec, pyplot
 from model import ModelConfig, Transformer, causal_attend, expected_shapes, read_json
 from scorer import make_scorers, state_entries
@@ -147,7 +147,7 @@ class DenseCache(KVCache):
     def prefill(self, model, idx):
         """Whole prompts of equal length: idx (B, T') -> logits (B, V) of the last token."""
         self.input_pos.fill_(idx.shape[1])
-        return model.unembed(model(idx, self.attend_prompt)[:, -1])
+        return model.unembed(model(idx, self.attend_prompt, run=block_in_chunks)[:, -1])
 
     def fill_as_if(self, T, generator):
         for layer in self.layers:
@@ -363,17 +363,39 @@ def prefill_row(row, model, cache, device):
 
     def run():
         return cache.prefill(model, idx) if isinstance(cache, DenseCache) else prefill(model, idx, lengths, cache)
-    guarded(row, "prefill_ms", lambda: median_ms(run, device, repeats=3), device)
-    if row["prefill_ms"] and device == "cuda":
-        row["prefill_peak_gib"] = peak_bytes(run, device) / 2**30
+
+    def timed():  # once to compile and for the peak, once for the time: at 131,072 tokens each takes many seconds
+        peak, timer = peak_bytes(run, device), Timer(device)
+        with timer:
+            run()
+        row["prefill_peak_gib"] = peak and peak / 2**30
+        return timer.ms()[0]
+    guarded(row, "prefill_ms", timed, device)
 
 
-def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtype):
-    """-> rows of one policy, batch and budget, one a length. Constant policies keep cache and graph for all lengths."""
+def real_run(policy, rows, cache, advance, T, device):
+    """T tokens decoded one after the other from an empty cache, against the time that the rows add up to."""
+    cache.reset()
+    ids, timer = torch.ones_like(cache.input_pos), Timer(device)
+    with timer:
+        for _ in range(T):
+            ids = advance(ids).argmax(-1)
+    seconds = 1e-3 * timer.ms()[0]
+    points = [(r["T"], r["ms_per_token"]) for r in rows if r["T"] < T and r["ms_per_token"]]
+    after = next((r["ms_per_token"] for r in rows if r["T"] >= T and r["ms_per_token"]), points[-1:] and points[-1][1])
+    integrated = latency([*points, (T, after)])[-1]
+    return dict(policy=policy, batch=rows[0]["batch"], budget=rows[0]["budget"], T=T, seconds=seconds,
+                integrated_seconds=integrated, ratio=seconds / integrated)
+
+
+def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtype, checked=None):
+    """-> rows of one policy, batch and budget, one a length. Constant policies keep cache and graph for all lengths.
+    checked: a dict to be filled in by real_run, for kvpop's smallest batch."""
     config, scorers, kept, rows = model.config, None, None, []
     if policy in CONSTANT:
         scorers = make_scorers(policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim,
                                window=args.window).to(device)
+        fuse_scorers(scorers)
     for T in lengths:
         row, times = new_row(policy, args, batch, budget, T, device), {}
         if args.compile and kept is None:
@@ -423,6 +445,8 @@ def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtyp
                 release(device)
         row["others_ms"] = {name: ms for name, ms in times.items() if name != row["kernel"]}
         rows.append(row)
+    if policy == "kvpop" and args.check and batch == min(args.batches) and kept and checked is not None:
+        checked.update(real_run(policy, rows, *kept, args.check, device))
     return rows
 
 # ------------------------------------------------------------------------------------------------- Figure and benchmark
@@ -489,8 +513,10 @@ def decode(args):
     the bandwidth of a large copy), peak_gib (weights, cache, all else), cache_gib (the cache's tensors alone),
     prefill_ms and prefill_peak_gib (a prompt of T - 1 tokens; smallest batch, up to --prefill tokens),
     kernels_per_layer (all kernels of a step / layers), kernel (the variant that was fastest), others_ms (of the other
-    variants, or why not), graph, compiled, reduced, oom. On a CPU the shape is cut to two narrow layers, lengths and
-    batches too: such a run compares nothing. Rows that the file has already are kept, so an interrupted run goes on.
+    variants, or why not), graph, compiled, reduced, oom. With --check the file has real_run too: seconds for that many
+    tokens, decoded one after the other, and the ratio to what the steps add up to. On a CPU the shape is cut to two
+    narrow layers, lengths and batches too: such a run compares nothing. Rows that the file has already are kept, so an
+    interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
@@ -498,8 +524,8 @@ def decode(args):
         args.lengths, args.batches = sorted({min(T, 512) for T in args.lengths} | {128}), [1, 2]
         args.budgets, args.window, args.prefill = [128], min(args.window, 32), min(args.prefill, 512)
         print("no GPU: a reduced run, to show that it works; its times compare nothing")
-    if args.compile and device == "cpu":
-        raise ValueError("--compile needs a GPU: on a CPU a branch checks the scores for NaN, and it does not compile")
+    # on a CPU a branch checks the scores for NaN, which no compile takes
+    args.compile = device == "cuda" and ("tuned" if args.tuned else args.compile)
     if min(args.lengths) < 2 or min(args.batches) < 1:
         raise ValueError("--lengths must be 2 or more, --batches 1 or more")
     config = shape_of(args.shape, device == "cpu")
@@ -507,8 +533,9 @@ def decode(args):
         for policy in args.policies:
             spec_of("kvpop" if policy == "kvpop" else "streaming", config, budget, args.n_sink, args.window)
     itemsize = torch.empty((), dtype=dtype).element_size()
-    name = args.out or f"decode-{args.shape}" + "-compiled" * args.compile
-    settings = dict(card=card(device), shape=args.shape, dtype=str(dtype)[6:], n_sink=args.n_sink, window=args.window)
+    name = args.out or f"decode-{args.shape}"
+    settings = dict(card=card(device), shape=args.shape, dtype=str(dtype)[6:], n_sink=args.n_sink, window=args.window,
+                    compiled=args.compile)
     rows = earlier_rows(name, strict=True, **settings)
     bandwidth = copy_bandwidth(device)
     for row in rows:  # of an earlier run: the card of this one stands beside them
@@ -522,7 +549,7 @@ def decode(args):
     print(f"floor, ms a step at batch {', '.join(map(str, args.batches))}:")
     for what, floors in cost["floor_ms"].items():
         print(f"  {what}: " + ", ".join(f"{ms:.3f}" for ms in floors))
-    model, lengths = random_model(config, device, dtype), sorted(set(args.lengths))
+    model, lengths, checked = random_model(config, device, dtype).fuse(), sorted(set(args.lengths)), {}
     extra = dict(settings, cost_card=cost)
     for batch in args.batches:
         for policy in args.policies:
@@ -532,8 +559,12 @@ def decode(args):
                 if not todo:
                     continue
                 with torch.no_grad():
-                    rows += measure(policy, model, batch, budget, todo, args, bandwidth, device, dtype)
+                    rows += measure(policy, model, batch, budget, todo, args, bandwidth, device, dtype, checked)
                 release(device)
+                if checked and "real_run" not in extra:
+                    extra["real_run"] = checked
+                    print(f"{checked['T']} tokens one after the other: {checked['seconds']:.1f} s, "
+                          f"{checked['ratio']:.3f} of what the steps add up to")
                 write_results(name, rows, device, **extra)
                 print(f"{policy}, batch {batch}, budget {budget}: ms a step " + ", ".join(
                     f"{r['ms_per_token']:.3f}" if r["ms_per_token"] else "out of memory" for r in rows[-len(todo):]),
@@ -555,10 +586,12 @@ def register(names):
         "--policies": (list(POLICIES), "to measure", dict(nargs="+", choices=POLICIES)),
         "--n-sink": (4, "first positions, never evicted", number), "--window": (256, "newest positions", number),
         "--prefill": (32768, "longest prompt to time, in tokens of the whole batch; 0: none", number),
+        "--check": (0, "kvpop also decodes this many tokens for real, at the smallest batch; 0: none", number),
         "--dtype": (None, "of weights and cache (default: float32 on CPU, bfloat16 on CUDA)",
                     dict(choices=["float32", "bfloat16"])),
         "--graph": (True, "on a GPU, replay steps as a CUDA graph", dict(action=argparse.BooleanOptionalAction)),
-        "--compile": (False, "run blocks through torch.compile, once a policy, batch and shape of cache",
-                      dict(action="store_true")),
-        "--out": (None, "name of the JSON in assets/results (default: decode-SHAPE, or decode-SHAPE-compiled)", {}),
+        "--compile": (True, "on a GPU, run blocks through torch.compile, once a policy, batch and shape of cache",
+                      dict(action=argparse.BooleanOptionalAction)),
+        "--tuned": (False, "and try out each kernel of theirs: a minute more", dict(action="store_true")),
+        "--out": (None, "name of the JSON in assets/results (default: decode-SHAPE)", {}),
         "--folder": ("assets", "for the picture", {})})

@@ -13,9 +13,10 @@ import bench
 from data import answer_bench
 from data.chat import QWEN3, encode_chat, parts
 from data.results import bootstrap
+from data.scorer_files import save_scorers
 from data.tokenizer import load_tokenizer
 from decode import Generation, generate
-from scorer import save_scorers
+
 from tiny import make_folder, tiny_scorers
 
 KEYS = {"policy", "task", "budget", "compression_ratio", "pass_at_1", "ci_low", "ci_high", "relative", "relative_low",

@@ -14,12 +14,13 @@ import torch
 import bench
 from bench import bootstrap, print_table
 from data import traces
+from data.scorer_files import save_scorers
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, make_problem
 from decode import Generation, generate
 from flex_masks import CacheSpec
 from model import save_model
-from scorer import save_scorers
+
 from tiny import tiny_scorers, tiny_transformer
 from train import evaluate
 

@@ -10,11 +10,12 @@ import torch
 
 import data.prompts
 from data.chat import QWEN3, SMOLLM2, Conversation, encode_chat, end_ids
+from data.scorer_files import save_scorers
 from data.tokenizer import load_tokenizer
 from decode import dense_spec, generate, main, prefill, step
 from flex_masks import CacheSpec
 from model import ModelConfig, Transformer, load_model, save_model
-from scorer import make_scorer, make_scorers, save_scorers, state_entries
+from scorer import make_scorer, make_scorers, state_entries
 from tiny import make_folder
 
 

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data.scorer_files import load_scorers, save_scorers
 from data.tokenizer import EOT
 from data.traces import ALPHABET, make_problem
 from decode import generate, main
 from flex_masks import CacheSpec
 from model import load_model, save_model
-from scorer import LEARNED, POLICIES, load_scorers, make_scorer, save_scorers, state_entries
+from scorer import LEARNED, POLICIES, make_scorer, state_entries
 from tiny import tiny_transformer
 
 ROOT = Path(__file__).resolve().parent.parent

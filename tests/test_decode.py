@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import decode
-from decode import (KVCache, capture_step, choose_victim, dense_spec, generate, prefill, sample, sampling_probs,
-                    step)
+from data.sampling import most_likely, sample, sampling_probs
+from decode import KVCache, capture_step, choose_victim, dense_spec, generate, prefill, step
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, keep_everything, plan
 from model import ModelConfig, Transformer, causal_attend
 from scorer import make_scorer, state_entries
+from tiny import tiny_transformer
 
 WINDOW, N_SINK, N_SELECT = 5, 2, 9
 N = N_SINK + WINDOW + N_SELECT
@@ -643,3 +644,39 @@ def test_a_captured_compiled_step_equals_an_eager_one(policy):
     captured.reset()
     for q in range(N + 20):
         close(advance(idx[:, q]), step(model, idx[:, q], eager), 1e-3)
+
+
+def test_fused_products_are_the_same_model():
+    """One product for q, k, v and one for gate, up: the same numbers, the same tensors by the same names."""
+    model, idx = tiny_transformer(0).double(), torch.arange(12).view(2, 6)
+    before, names = model(idx, causal_attend), {n: p.clone() for n, p in model.state_dict().items()}
+    model.fuse()
+    assert (model(idx, causal_attend) - before).abs().max() < 1e-12
+    assert list(model.state_dict()) == list(names) and all(torch.equal(p, names[n]) for n, p in
+                                                           model.state_dict().items())
+    attn = model.model.layers[0].self_attn
+    assert attn.fused.data_ptr() == attn.q_proj.weight.data_ptr() and len(attn.fused) == sum(
+        len(p.weight) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
+    with torch.no_grad():
+        attn.v_proj.weight.mul_(2)
+    assert (model(idx, causal_attend) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 4096])
+def test_chunks_of_a_prefill_change_nothing(chunk, monkeypatch):
+    model, spec = tiny_transformer(0).double(), CacheSpec(2, 4, 12)
+    scorers = decode.make_scorers("knorm", n_layer=model.config.n_layer, n_kv_head=model.config.n_kv_head,
+                                  head_dim=model.config.head_dim, window=4)
+    idx, lengths = torch.randint(0, model.config.vocab_size, (2, 30)), torch.tensor([30, 17])
+    kept = []
+    for size in (chunk, 8192):
+        monkeypatch.setattr(decode, "CHUNK", size)
+        cache = KVCache(model.config, spec, 2, scorers, dtype=torch.float64)
+        kept.append((prefill(model, idx, lengths, cache), [cache.kept_positions(i) for i in range(len(cache.layers))]))
+    assert (kept[0][0] - kept[1][0]).abs().max() < 1e-12 and kept[0][1] == kept[1][1]
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_most_likely_takes_lower_ids_among_equals(k):
+    logits = torch.tensor([[2.0, 5.0, 5.0, 1.0, 5.0, 9.0, 2.0], [0.0] * 7]).bfloat16()
+    assert most_likely(logits, k).tolist() == [sorted([5, 1, 2, 4, 0, 6, 3][:k]), list(range(k))]

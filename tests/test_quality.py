@@ -17,12 +17,13 @@ import train
 from bench import Case, bootstrap, forced
 from data import evaluation
 from data.batches import collate_problems
+from data.scorer_files import save_scorers
 from data.tokenizer import EOT, decode
 from data.traces import ALPHABET, Verdict, make_problem, worth_keeping
 from decode import KVCache, dense_spec, generate, step
 from flex_masks import CacheSpec
 from model import ModelConfig, causal_attend, save_model
-from scorer import LEARNED, POLICIES, make_scorer, save_scorers
+from scorer import LEARNED, POLICIES, make_scorer
 from targets import policy_attend
 from tiny import tiny_scorers, tiny_transformer
 

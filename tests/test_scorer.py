@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import scorer as S
-from scorer import check_window, load_scorers, make_scorer, save_scorers
+from data.scorer_files import load_scorers, save_scorers
+from scorer import check_window, make_scorer
 
 B, H, D, W = 2, 3, 8, 16  # rows, KV heads, head_dim, window
 LENGTHS = (1, W, W + 1, 127, 129, 300)
@@ -150,10 +151,25 @@ def test_kvpop_is_its_definition_in_every_form(T):
     for s.chunk in (1, 48, 64, 4096):
         scores, state = s(k, v, return_state=True)
         torch.testing.assert_close(scores, want, atol=1e-10, rtol=0)  # the last `window` entries are 0 in both
-        for name in ("C", "n", "m"):
+        for name in ("C", "m"):
             torch.testing.assert_close(state[name], end[name], atol=1e-10, rtol=0)
     if T > W + 1:
         assert want[..., : T - W].std() > 0.1  # the test would be empty on constant scores
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "kvpop-nodelay"])
+def test_fused_weights_are_the_same_weights(policy):
+    """Fused or not a step is the same numbers, and what is then changed in a parameter is changed in the product."""
+    s, (k, v) = make(policy), tokens(40)
+    plain, _ = run_steps(s, k, v)
+    s.fuse()
+    assert torch.equal(run_steps(s, k, v)[0], plain) and "fused" not in s.state_dict()
+    with torch.no_grad():
+        for p in s.parameters():
+            p.add_(0.1 * torch.ones_like(p).cumsum(-1))
+    changed, whole = run_steps(s, k, v)[0], s(k, v)[..., : 40 - W]
+    torch.testing.assert_close(changed, whole, atol=1e-10, rtol=0)
+    assert (changed - plain).abs().max() > 0.01
 
 
 def test_kvpop_in_fp32():
@@ -454,7 +470,7 @@ def test_skip_width_zero_is_the_scorer_without_skip():
 
 
 def test_state_is_charged_as_stored():
-    """State entries = bytes of C and n over the bytes of a bf16 key and value, rounded up to whole entries per part."""
+    """State entries = bytes of C, which has its normaliser as its last row, over the bytes of a bf16 key and value."""
     assert S.state_entries("kvpop", 128) == 65
     for policy in S.POLICIES:  # the others with a state: test_policies.py
         if policy not in ("kvpop-nodelay", "snapkv", "rkv"):
@@ -462,7 +478,7 @@ def test_state_is_charged_as_stored():
     s = make("kvpop")
     state = s.init_state(1, "cpu")
     assert s.state_entries == S.state_entries("kvpop", D)
-    assert state["C"][0, 0].numel() * 4 == (s.state_entries - 1) * 4 * D and state["n"][0, 0].numel() * 4 == 4 * D
+    assert state["C"][0, 0].numel() * 4 == s.state_entries * 4 * D
     assert all(make(p).init_state(1, "cpu") == {} for p in STEPPABLE if p != "kvpop")
 
 

@@ -181,9 +181,11 @@ def test_a_recomputed_forward_plans_nothing_anew(monkeypatch):
             job = make_job(sort=sort, T=256, recompute=recompute)
             values, norm = job.step()
             assert len(calls) == 2, "two layers"
-            ends.append((values, norm, [p.detach() for p in job.model.parameters()]))
+            # AdamW's first moment is a tenth of the gradient; the step itself would blow up what is zero but for rounding
+            moments = [job.optimizer.state[p]["exp_avg"] for p in job.model.parameters()]
+            ends.append((values, norm, moments))
     for end in ends[1:]:
-        torch.testing.assert_close(end, ends[0], rtol=2e-3, atol=1e-5)
+        torch.testing.assert_close(end, ends[0], rtol=2e-3, atol=1e-6)
 
 
 def test_a_frozen_base_recomputes_its_scorers_alone(monkeypatch):

@@ -13,6 +13,7 @@ import torch
 import bench
 from data import text_bench
 from data.results import bootstrap
+from data.scorer_files import save_scorers
 from data.text import write_tokens
 from data.text_bench import (bucket_edges, dense_nll, distinct, first_number, in_chunks, ratio_interval, recall_row,
                              text_row)
@@ -21,7 +22,7 @@ from data.traces import ALPHABET
 from decode import Generation, KVCache, dense_spec, generate, step
 from flex_masks import CacheSpec
 from model import causal_attend, load_model, save_model
-from scorer import save_scorers
+
 from tiny import make_folder, tiny_scorers, tiny_transformer
 
 CONTEXT = 48

@@ -17,11 +17,12 @@ import decode
 import flex_masks
 import train
 from data import batches, traces
+from data.scorer_files import load_scorers
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, make_problem
 from flex_masks import CacheSpec
 from model import ModelConfig, Transformer, causal_attend, load_model, save_model
-from scorer import load_scorers, make_scorer
+from scorer import make_scorer
 from targets import POWER, Retention, policy_attend
 from test_masks import Kernel
 from train import PRESETS, Settings, lr_factor, make_optimizer, parse_settings

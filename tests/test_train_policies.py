@@ -11,9 +11,11 @@ import torch
 import bench
 import decode
 import train
+from data.resolve import resolve_policy, weights_folder
+from data.scorer_files import load_scorers
 from flex_masks import CacheSpec, attention, keep_everything, plan
 from model import causal_attend, load_model, save_model
-from scorer import LEARNED, load_scorers, make_scorers
+from scorer import LEARNED, make_scorers
 from targets import GATE_TAU, Retention, gate_shortfall, gated_attention, noisy_gate, policy_attend
 from test_train import CACHE, QUIET, SCORER, base, small_problems  # noqa: F401 (two are fixtures)
 from test_train import random_model, refused, run, same, state_of, stop_at, strict_json
@@ -92,11 +94,11 @@ def test_decoding_an_adapted_folder_takes_its_own_weights(base, folders, policy,
     """With and without --policy named; another policy runs on the base that the folder names."""
     folder = folders[f"{policy}-plus"]
     for named in (None, policy):
-        where, got, has_scorers, settings = decode.resolve_policy(SimpleNamespace(model=str(folder), policy=named))
+        where, got, has_scorers, settings = resolve_policy(SimpleNamespace(model=str(folder), policy=named))
         assert (where, got, has_scorers) == (folder, policy, True)
-        assert decode.weights_folder(where, settings).resolve() == folder.resolve()
+        assert weights_folder(where, settings).resolve() == folder.resolve()
     other = next(p for p in ADAPTED if p != policy)
-    where, got, has_scorers, _ = decode.resolve_policy(SimpleNamespace(model=str(folder), policy=other))
+    where, got, has_scorers, _ = resolve_policy(SimpleNamespace(model=str(folder), policy=other))
     assert where.resolve() == base.resolve() and (got, has_scorers) == (other, False)
     assert "using the base model" in capsys.readouterr().err
 

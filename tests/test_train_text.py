@@ -16,11 +16,12 @@ import torch
 import decode
 import flex_masks
 import train
+from data.scorer_files import load_scorers
 from data.text import TextRows, write_tokens
 from data.tokenizer import load_tokenizer
 from flex_masks import CacheSpec
 from model import causal_attend, load_model, resolve_checkpoint, save_model
-from scorer import load_scorers
+
 from test_checkpoints import hub  # noqa: F401
 from test_cli_chat import make_folder
 from test_masks import Kernel

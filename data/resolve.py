@@ -1,0 +1,76 @@
+"""Which weights, which policy, which cache: what decode.py's flags and a checkpoint's scorer.json say together.
+
+What this file holds: weights_folder (of a retrofit), resolve_policy, resolve_spec. All that can be refused is refused
+here, before weights are read.
+"""
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from data.prompts import say
+from flex_masks import CacheSpec
+from model import read_json, resolve_checkpoint
+from scorer import LEARNED, check_policy, geometry, state_entries
+
+DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder without a scorer.json
+
+
+def named_folder(folder, name):
+    """A folder that the scorer.json of `folder` names: relative to it, or by hub id."""
+    local = Path(folder) / name
+    return local if name.startswith(".") or local.is_dir() else resolve_checkpoint(name)
+
+
+def weights_folder(folder, settings):
+    """Where the model weights of a retrofit lie: with its scorers, or, trained on a frozen base, with the base."""
+    default = "." if (Path(folder) / "config.json").is_file() else settings.get("base", ".")
+    return named_folder(folder, settings.get("weights", default))
+
+
+def resolve_policy(args):
+    """-> folder of the weights, policy, whether its scorers lie there, settings: --model and --policy taken together.
+    A policy that was trained lives with its weights. One that needs no training runs on the base model, which a
+    retrofitted folder names under "base" in its scorer.json, relative to itself."""
+    try:
+        folder = resolve_checkpoint(args.model)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--model: {error}") from None
+    retrofit = (folder / "scorer.json").is_file()
+    settings = read_json(folder / "scorer.json") if retrofit else DEFAULTS
+    own = settings.get("policy") if retrofit else "dense"
+    policy = args.policy or own
+    check_policy(policy)
+    if policy == "oracle":
+        raise ValueError("policy oracle ranks by future attention, which no decoder has: choose another --policy")
+    if policy in LEARNED and retrofit and policy != own:
+        raise ValueError(f"{folder} was trained for policy {own}: give a {policy} checkpoint with --model")
+    if policy in LEARNED or not retrofit or policy == own:
+        return folder, policy, policy in LEARNED or retrofit, settings  # load_scorers says it if a folder has none
+    if not settings.get("base"):
+        raise ValueError(f"{folder}/scorer.json names no base model for policy {policy}: give its folder with --model")
+    base = named_folder(folder, settings["base"])
+    say(f"policy {policy} needs no training: using the base model in {os.path.normpath(base)}")
+    return base, policy, False, settings
+
+
+def resolve_spec(args, settings, policy, config, limit):
+    """CacheSpec from the flags, else from the settings; None for dense. Warns where the sinks go."""
+    flags = {name: getattr(args, name) for name in ("n_sink", "window", "budget")}
+    if policy == "dense":
+        if any(value is not None for value in flags.values()):
+            raise ValueError("policy dense keeps every token: drop --budget, --n-sink and --window")
+        return None
+    values = {name: settings.get(name) if value is None else value for name, value in flags.items()}
+    if odd := [name for name, value in values.items() if type(value) is not int]:
+        raise ValueError(f"scorer.json gives no integer {odd[0]}: give it with --{odd[0].replace('_', '-')}")
+    own = dict(zip(("n_sink", "window"), geometry(policy, values["n_sink"], values["window"])))
+    if any(flags[name] not in (None, own[name]) for name in own):
+        raise ValueError(f"policy {policy} is defined with n_sink {own['n_sink']} and window {own['window']}: drop "
+                         "--n-sink and --window")
+    options = settings.get("options") if policy == settings.get("policy") else None
+    charge = state_entries(policy, config.head_dim, config.group_size, own["window"], **(options or {}))
+    spec = CacheSpec(**{**values, **own}, state_entries=charge)
+    if spec.n_sink == 0 and own["n_sink"] == values["n_sink"]:
+        say("warning: n_sink 0 evicts the attention sinks; most models break down beyond the budget")
+    most = max(limit, spec.n_sink + spec.window) + spec.state_entries  # no token would reach more slots
+    return replace(spec, budget=min(spec.budget, most))

@@ -1,0 +1,68 @@
+"""The scorers of a retrofit as files: scorer.safetensors with the weights, scorer.json with what they are.
+
+What this file holds: save_scorers, load_scorers. Nothing is unpickled, and nothing that does not fit is loaded.
+"""
+import json
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from scorer import check_window, make_scorers
+
+
+def save_scorers(scorers, folder, spec_dict, values=None):
+    """Write scorer.safetensors (fp32, whatever the dtype in use) and scorer.json; both appear whole or not at all.
+    spec_dict: n_sink, window, budget (and more if you like), stored beside the policy, its sizes and options.
+    values: state dict of the model they belong to, written in place of their own weights, which may be sharded.
+    ValueError: a setting missing, layers that differ, a window that is not the scorers' own."""
+    first, folder = scorers[0], Path(folder)
+    if missing := {"n_sink", "window", "budget"} - spec_dict.keys():
+        raise ValueError(f"save_scorers: the settings lack '{min(missing)}'")
+    if any((s.name, s.options) != (first.name, first.options) for s in scorers):
+        raise ValueError("save_scorers: all layers must have the same policy and options")
+    check_window(scorers, spec_dict["window"])
+    settings = {"policy": first.name, "n_layer": len(scorers), "n_kv_head": first.n_kv_head, "head_dim": first.head_dim,
+                **spec_dict, "options": first.options}
+    tensors = {f"{i}.{name}": values[f"scorers.{i}.{name}"] if values else p
+               for i, s in enumerate(scorers) for name, p in s.named_parameters()}
+    tensors = {name: p.detach().float().cpu().contiguous().clone() for name, p in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "scorer.safetensors.tmp", metadata={"format": "pt"})
+    os.replace(folder / "scorer.safetensors.tmp", folder / "scorer.safetensors")
+    (folder / "scorer.json.tmp").write_text(json.dumps(settings, indent=2) + "\n")
+    os.replace(folder / "scorer.json.tmp", folder / "scorer.json")
+
+
+def load_scorers(folder):
+    """-> (ModuleList with one scorer per layer, on CPU in fp32; settings dict of scorer.json).
+    FileNotFoundError: a file is missing. ValueError: a pickle in its place, an unreadable file, and every tensor that
+    is missing, unknown or of another shape or dtype, by name, before any is read."""
+    folder, path = Path(folder), Path(folder) / "scorer.safetensors"
+    pickles = sorted(p for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
+    if pickles and not path.is_file():
+        raise ValueError(f"{pickles[0]} is a pickle, and those can run code: convert it to safetensors")
+    for name in ("scorer.safetensors", "scorer.json"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"no scorer in {folder}: {name} is missing")
+    try:
+        settings = json.loads((folder / "scorer.json").read_text())
+        args = {key: settings[key] for key in ("policy", "n_kv_head", "head_dim", "window")} | settings["options"]
+        scorers = make_scorers(**args, n_layer=settings["n_layer"])
+    except (json.JSONDecodeError, KeyError, TypeError) as err:
+        raise ValueError(f"{folder / 'scorer.json'} is not a scorer description: {err!r}") from None
+    want = {name: list(p.shape) for name, p in scorers.named_parameters()}
+    try:
+        with safe_open(path, framework="pt") as f:
+            have = {name: (f.get_slice(name).get_shape(), f.get_slice(name).get_dtype()) for name in f.keys()}
+            wrong = [f"{name} is missing" for name in want if name not in have]
+            wrong += [f"{name} is {dtype} {shape}, not F32 {want[name]}" if name in want else f"{name} is not ours"
+                      for name, (shape, dtype) in have.items() if (shape, dtype) != (want.get(name), "F32")]
+            if wrong:
+                raise ValueError(f"{path} does not fit scorer.json: " + "; ".join(wrong))
+            tensors = {name: f.get_tensor(name) for name in have}
+    except SafetensorError as err:
+        raise ValueError(f"{path} is not a whole safetensors file ({err}); copy or convert it again") from None
+    scorers.load_state_dict(tensors)
+    return scorers, settings
