@@ -118,6 +118,8 @@ class Settings:
                                  "of a retrofit and, on text, blocks and scorers")
     sort: bool = option(True, "on a GPU: attention over keys in the order of their lifetimes, which skips empty tiles; "
                               "off: in the order of time")
+    tf32: bool = option(False, "on a GPU: the scorers' fp32 products of a training step in TF32, which keeps 11 bits "
+                               "of their weights; evaluations and decoding stay in fp32")
     graph: bool = option(True, "on a GPU: replay each step as one CUDA graph; launching its kernels takes longer. Not "
                                "under torchrun")
     workers: int = option(None, "processes that generate data for one that trains; none or negative: 0 on CPU, up to "
@@ -312,12 +314,16 @@ def train_step(engine, optimizer, settings, losses, *inputs, **flags):
     """One optimiser step over the micro-batches of this process, whose tensors follow one another in inputs.
     losses(*tensors of one, **flags) -> its share of the loss, and a function that gives values by name once the
     backward has run. -> the sums of these values, and the gradient norm."""
-    values, n = {}, len(inputs) // settings.accumulate
-    for i in range(0, len(inputs), n):
-        measured = engine.backward(i + n == len(inputs), losses, *inputs[i:i + n], **flags)
-        for name, value in measured().items():
-            values[name] = values.get(name, 0.0) + value.detach()
-    return values, optimizer_step(optimizer, settings)
+    values, n, products = {}, len(inputs) // settings.accumulate, torch.backends.cuda.matmul
+    before, products.allow_tf32 = products.allow_tf32, settings.tf32
+    try:
+        for i in range(0, len(inputs), n):
+            measured = engine.backward(i + n == len(inputs), losses, *inputs[i:i + n], **flags)
+            for name, value in measured().items():
+                values[name] = values.get(name, 0.0) + value.detach()
+        return values, optimizer_step(optimizer, settings)
+    finally:
+        products.allow_tf32 = before
 
 
 def make_step(engine, optimizer, settings, losses):

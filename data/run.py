@@ -118,7 +118,7 @@ class Run:
                              "--resume") from None
         may_differ = {"resume", "steps", "log_every", "eval_every", "eval_problems", "save_every", "workers", "device",
                       "compile", "out", "warmup", "tokens", "recompute", "parallel", "batch_size",
-                      "accumulate", "sort", "teacher"}
+                      "accumulate", "sort", "teacher", "tf32"}
         for f in fields(self.settings):
             name, value = f.name, state["settings"].get(f.name, f.default)  # the default: older than the option
             if name not in may_differ and value != getattr(self.settings, name):

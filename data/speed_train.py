@@ -84,7 +84,7 @@ def settings_of(policy, sort, T, args, device):
              "--base-learning-rate", 8e-5, "--base-schedule", "constant",
              *["--train-base"] * (not args.freeze_base), *["--recompute"] * args.recompute,
              "--sort" if sort else "--no-sort", "--compile" if args.compile else "--no-compile",
-             "--graph" if args.graph else "--no-graph"]
+             "--graph" if args.graph else "--no-graph", "--tf32" if args.tf32 else "--no-tf32"]
     return replace(training.parse_settings(list(map(str, given))), policy=policy)
 
 
@@ -262,7 +262,7 @@ def train_row(policy, sort, T, model, teacher, args, device, rate):
     row = dict(shape=args.shape, policy=policy, sorted=sort, T=T, micro_batch=args.micro_batch, gpus=1,
                freeze_base=args.freeze_base)
     row |= dict.fromkeys(("step_ms", "tokens_per_s", "mfu", "peak_gib", "visible_share", "breakdown"))
-    row |= dict(recompute=args.recompute, reduced=device != "cuda", oom=[])
+    row |= dict(recompute=args.recompute, tf32=args.tf32, reduced=device != "cuda", oom=[])
     made = {}
 
     def measure(name, fn):
@@ -304,8 +304,8 @@ def train(args):
     marks in it: teacher; student, its forward; backward, recomputed forward included; plan, cutoffs and tables;
     transposed, the pass that makes the scorer's targets; scorer, its forwards, loss and backward, this one measured by
     itself and taken out of backward; kl, both sides of it and its backward; optimizer, clipping included; other),
-    recompute, reduced, oom (what did not fit). On a CPU the shape is cut to two narrow layers and T to 256: such a run
-    compares nothing. Rows that the file has already are kept, so an interrupted run goes on.
+    recompute, tf32, reduced, oom (what did not fit). On a CPU the shape is cut to two narrow layers and T to 256: such
+    a run compares nothing. Rows that the file has already are kept, so an interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -327,8 +327,8 @@ def train(args):
     model = teacher = None
     for policy, sort, T in jobs:
         me = dict(shape=args.shape, policy=policy, sorted=sort, T=T, micro_batch=args.micro_batch,
-                  freeze_base=args.freeze_base, recompute=args.recompute)
-        if any(all(row[key] == value for key, value in me.items()) for row in rows):
+                  freeze_base=args.freeze_base, recompute=args.recompute, tf32=args.tf32)
+        if any(all(row.get(key, False) == value for key, value in me.items()) for row in rows):
             continue
         if model is None:
             model, teacher = make_base(config, device, args.freeze_base)
@@ -357,5 +357,6 @@ def register(names):
         "--freeze-base": (False, "train the scorers alone", switch),
         "--recompute": (True, "activations of a block again in its backward", switch),
         "--compile": (True, "as in train.py", switch), "--graph": (False, "as in train.py", switch),
+        "--tf32": (False, "as in train.py", switch),
         "--repeats": (5, "steps to time", number),
         "--out": ("train", "name of the JSON in assets/results", {})})

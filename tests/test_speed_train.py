@@ -214,7 +214,7 @@ def test_settings_are_those_of_train(monkeypatch):
 
 
 ROW = {"shape", "policy", "sorted", "T", "micro_batch", "gpus", "freeze_base", "step_ms", "tokens_per_s", "mfu",
-       "peak_gib", "visible_share", "breakdown", "recompute", "reduced", "oom"}
+       "peak_gib", "visible_share", "breakdown", "recompute", "tf32", "reduced", "oom"}
 
 
 def test_reduced_run_goes_on(tmp_path, monkeypatch, capsys):
@@ -254,6 +254,28 @@ def test_out_of_memory_leaves_a_row(tmp_path, monkeypatch):
     dense, mlp = json.loads((tmp_path / "assets/results/train.json").read_text())["rows"]
     assert dense["oom"] == ["step_ms"] and dense["step_ms"] is dense["mfu"] is dense["breakdown"] is None
     assert mlp["oom"] == [] and mlp["step_ms"] > 0
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32_ends_with_the_step(monkeypatch, tf32):
+    """Forward and backward of a step have it, what follows has not, not even after an error."""
+    flags, judged, real, products = [], [], targets.judge, torch.backends.cuda.matmul
+
+    def judge(*args):
+        flags.append(products.allow_tf32)
+        judged.append(1)
+        if len(judged) == 3:
+            raise ValueError("stop")
+        return real(*args)
+    monkeypatch.setattr(targets, "judge", judge)
+    score = targets.score
+    monkeypatch.setattr(targets, "score", lambda *a: flags.append(products.allow_tf32) or score(*a))
+    job = make_job(tf32=tf32)
+    with pytest.raises(ValueError, match="stop"):
+        for _ in range(2):
+            assert products.allow_tf32 is False
+            job.step()
+    assert set(flags) == {tf32} and len(flags) == 10 and products.allow_tf32 is False
 
 
 def test_scores_are_not_those_of_age_alone():
