@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flex_masks
@@ -57,11 +58,16 @@ def random_model(config, device, dtype, seed=0):
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
     model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02, generator=generator) if parameter.dim() == 2 else parameter.fill_(1.0)
+    random_values(model.parameters(), torch.Generator(device).manual_seed(seed))
     return model.eval()
+
+
+@torch.no_grad()
+def random_values(parameters, generator):
+    """Normal weights in place, norms one. Of a sharded one each process fills what it has."""
+    for parameter in parameters:
+        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        mine.normal_(std=0.02, generator=generator) if mine.dim() == 2 else mine.fill_(1.0)
 
 
 def weight_bytes(config, itemsize):
