@@ -213,8 +213,8 @@ def test_settings_are_those_of_train(monkeypatch):
     assert given[4:] == [CacheSpec(4, 8, 48, 17)] * 4
 
 
-ROW = {"shape", "policy", "sorted", "T", "micro_batch", "gpus", "freeze_base", "step_ms", "tokens_per_s", "mfu",
-       "peak_gib", "visible_share", "breakdown", "recompute", "tf32", "reduced", "oom"}
+ROW = {"shape", "policy", "sorted", "T", "micro_batch", "gpus", "parallel", "freeze_base", "step_ms", "tokens_per_s",
+       "mfu", "peak_gib", "visible_share", "breakdown", "recompute", "tf32", "reduced", "oom"}
 
 
 def test_reduced_run_goes_on(tmp_path, monkeypatch, capsys):
