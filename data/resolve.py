@@ -20,8 +20,9 @@ def named_folder(folder, name):
     checkpoint must be that is not there."""
     local = Path(folder) / name
     if name.startswith(".") and not local.is_dir():
-        raise FileNotFoundError(f"the scorer in {folder} belongs to a checkpoint that is not there: put its folder at "
-                                f"{os.path.normpath(local)}, or name another under \"base\" and \"weights\" in "
+        bare = "" if (Path(folder) / "config.json").is_file() else ", which has no config.json,"
+        raise FileNotFoundError(f"the scorer in {folder}{bare} belongs to a checkpoint that is not there: put its "
+                                f"folder at {os.path.normpath(local)}, or name another under \"base\" and \"weights\" in "
                                 f"{Path(folder) / 'scorer.json'}")
     return local if local.is_dir() else resolve_checkpoint(name)
 

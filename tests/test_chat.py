@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from data import chat
-from data.chat import CHATML, QWEN3, SMOLLM2, Conversation, Style, detect_style, encode_chat, keep_thoughts, parts, render
+from data.chat import (CHATML, QWEN3, SMOLLM2, Conversation, Style, detect_style, encode_chat, keep_thoughts, parts,
+                       render)
 from data.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -64,11 +65,11 @@ def test_given_thoughts_are_kept_in_every_answer_of_chatml(style):
     ask, again = (dict(role="user", content=text) for text in ("2+2?", "sure?"))
     answers = [dict(role="assistant", content=text, reasoning_content=thoughts)
                for text, thoughts in (("4", "two\nand two\n"), ("\nyes", "\nagain"))]
-    bare = [dict(role="assistant", content=m["content"], reasoning_content=none) for m, none in zip(answers, ("", None))]
+    bare = [m | dict(reasoning_content=none) for m, none in zip(answers, ("", None))]
     chat = [ask, answers[0], again, answers[1]]
     whole = render(keep_thoughts(chat, style), style, prompt=False)
-    assert whole.endswith("assistant\n<think>\ntwo\nand two\n</think>\n\n4<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n"
-                          "<|im_start|>assistant\n<think>\nagain\n</think>\n\nyes<|im_end|>\n")
+    assert whole.endswith("assistant\n<think>\ntwo\nand two\n</think>\n\n4<|im_end|>\n"
+                          "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n<think>\nagain\n</think>\n\nyes<|im_end|>\n")
     without = render(keep_thoughts([ask, bare[0], again, bare[1]], style), style, prompt=False)
     assert "<think>" not in without and without.endswith("assistant\n\nyes<|im_end|>\n")
     assert whole.startswith("<|im_start|>system\nYou are") == (style is SMOLLM2)
