@@ -9,7 +9,8 @@
                                     that a budget can hold, and which target is the better teacher
     python bench.py attention       time and memory of sparse attention against dense, from scores to gradients
     python bench.py decode          time, bytes and memory of a decode step at each length, dense and with a budget
-    python bench.py train           time, memory and utilisation of a training step, plain distillation and retrofit
+    python bench.py train           time, memory and utilisation of a training step, plain distillation and retrofit;
+                                    under torchrun, on many GPUs
     python bench.py checkpoint      random weights of a model's shape, to try train.py and decode.py at full size
     python bench.py text            perplexity, accuracy and KL of a real checkpoint on real text, by position
     python bench.py needle          numbers that a real checkpoint recalls from real text, by distance
@@ -29,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from data import answer_bench, random_checkpoint, speed, speed_decode, speed_train, text_bench
+from data import answer_bench, parallel, random_checkpoint, speed, speed_decode, speed_train, text_bench
 from data.batches import collate_problems, response_mask
 from data.cases import (FREE, GEOMETRY, SAMPLING, Case, check_names, device_and_dtype, free_case, impossible,
                         retrofit_case, training)
@@ -479,15 +480,23 @@ def parse_args(argv):
 
 def main(argv=None):
     args = parse_args(argv)
-    try:
-        args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"\ninterrupted: {RESULTS} holds what was finished, and the same command goes on from there",
-              file=sys.stderr)
-        return 130
+    with parallel.processes():
+        try:
+            if torch.distributed.is_initialized() and args.run is not speed_train.train:
+                raise ValueError("torchrun starts bench.py train alone: start the others with python")
+            args.run(args)
+        except (ValueError, OSError) as error:
+            parallel.report_error(f"error: {error}")
+            return 2
+        except RuntimeError as error:
+            if not parallel.lost_process(error):
+                raise
+            parallel.report_error(f"error: another process of this run is gone: {RESULTS} holds what was finished")
+            return 2
+        except KeyboardInterrupt:
+            parallel.report_error(f"\ninterrupted: {RESULTS} holds what was finished, and the same command goes on "
+                                  "from there")
+            return 130
     return 0
 
 

@@ -1,7 +1,7 @@
 """One training run on many processes, as torchrun starts them: one for each GPU, or on CPUs over gloo.
 
 - `processes`: joins the group that torchrun describes, and `report_error`, by which one error is said once;
-- `agree`, `averaged`, `first`: sums and means over processes, and what rank 0 does before the others;
+- `agree`, `averaged`, `largest`, `first`: sums, means and maxima over processes, and what rank 0 does before others;
 - `shard`, `Engine`: FSDP2 or DDP around a model whose loss is more than one forward;
 - `gathered`, `placed`: whole tensors for a checkpoint, and back to where their shards lie;
 - `catch_stop_signals`: SIGTERM, and Ctrl-C where there are many processes, stop them all after the same step.
@@ -73,10 +73,15 @@ def use_gpu():
 def report_error(message):
     """One line on stderr from the first process that has an error; those that it takes along are silent."""
     FAILED.append(message)
+    if claim("reported"):
+        print(message, file=sys.stderr, flush=True)
+
+
+def claim(name):
+    """Whether this process is the first one to ask for `name`; none waits for another."""
     with contextlib.suppress(RuntimeError):  # the store itself is gone
-        if STORE is not None and STORE.add("reported", 1) > 1:
-            return
-    print(message, file=sys.stderr, flush=True)
+        return STORE is None or STORE.add(name, 1) == 1
+    return True
 
 
 def lost_process(error):
@@ -109,6 +114,15 @@ def summed(values):
     total = torch.tensor([float(value) for value in values], dtype=torch.float64)
     dist.all_reduce(total, group=CONTROL)
     return total.tolist()
+
+
+def largest(value):
+    """The largest of the processes' numbers; all must call it."""
+    if not dist.is_initialized():
+        return value
+    most = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=CONTROL)
+    return most.item()
 
 
 def agree(values):

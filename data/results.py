@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from data.parallel import world_size
 from data.run import provenance
 from model import read_json, write_json
 
@@ -21,7 +22,8 @@ def write_results(name, rows, device, **extra):
     """assets/results/NAME.json, whole or not at all."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    write_json(path, {"name": name, "command": " ".join(["python", *sys.argv]), **provenance(device), **extra,
+    start = "python" if world_size() == 1 else f"torchrun --nproc-per-node {world_size()}"
+    write_json(path, {"name": name, "command": " ".join([start, *sys.argv]), **provenance(device), **extra,
                       "rows": rows})
     return path
 

@@ -15,6 +15,7 @@ import argparse
 import functools
 import gc
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from data.results import earlier_rows, print_table, write_results
 from data.scorer_files import load_scorers
 from data.traces import FAMILIES, make_problem
 from flex_masks import TILE, CacheSpec, effective_priority, plan, pyplot
-from model import causal_attend, load_model
+from model import causal_attend, load_model, read_json
 from targets import transposed_lse
 
 DECAY = 0.9995  # of policy decay, per token: its oldest keys have sunk by one standard deviation after 2,000 tokens
@@ -330,6 +331,24 @@ def tune_options(T, budget, args, device, options):
     return x.options, trials
 
 
+def loss_curves(steps, device):
+    """`steps` steps of train.py on traces with keys in the order of their lifetimes, and again in the order of time: the
+    same masks, sums in another order -> its losses by step, and how far they part, relative to the larger one."""
+    import train  # it is no part of the other measurements
+    found = dict(steps=steps)
+    for name, flag in (("by_lifetime", "--sort"), ("by_time", "--no-sort")):
+        with tempfile.TemporaryDirectory() as out:
+            argv = ["--train-base", "--budget", "256", "--steps", str(steps), "--log-every", "1", "--eval-problems",
+                    "1", "--batch-size", "16" if device == "cuda" else "1", "--out", out, flag]
+            if train.main(argv):
+                raise RuntimeError(f"train.py {' '.join(argv)} failed: see above")
+            history = read_json(Path(out) / "log.json")["history"]
+        found[name] = {key: [step[key] for step in history] for key in ("kl", "retention")}
+    found["largest_difference"] = {key: max(abs(a - b) / max(a, b) for a, b in zip(
+        found["by_lifetime"][key], found["by_time"][key])) for key in ("kl", "retention")}
+    return found
+
+
 def draw_attention(path, rows):
     """Time against T, both logarithmic: dense, ours, and ours if only visible pairs cost anything."""
     plt = pyplot()
@@ -370,8 +389,8 @@ def attention(args):
     this process), ratio_fwd, ratio_fwd_bwd (ours / dense), transposed_ms (the pass that makes the scorer's targets, in
     its bounded form), transposed_free_ms (in its unbounded form), causal_flex_fwd_ms (FlexAttention, causal, time
     order), plan_peak_mib (what scores to tables take at most), kernel, reduced, oom (the figures for which memory did
-    not suffice). Medians of up to 20 runs between CUDA events after two that do not count. Rows that the file has
-    already are kept, so an interrupted run goes on.
+    not suffice). With --train-steps the file has loss_curves too. Medians of up to 20 runs between CUDA events after two
+    that do not count. Rows that the file has already are kept, so an interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -405,6 +424,11 @@ def attention(args):
                 write_results(args.out, rows, device, **extra)
                 print(f"{policy}, T {T}, budget {budget}: forward {rows[-1]['fwd_ms'] or -1:.2f} ms, dense "
                       f"{rows[-1]['dense_fwd_ms'] or -1:.2f} ms", flush=True)
+    if args.train_steps:
+        extra["loss_curves"] = loss_curves(args.train_steps, device)
+        print(f"{args.train_steps} training steps by lifetime and by time: losses differ by at most "
+              + ", ".join(f"{100 * x:.2g} % ({name})" for name, x in
+                          extra["loss_curves"]["largest_difference"].items()))
     print_table(rows, ["policy", "T", "budget", "tiles_kept", "tiles_full", "tiles_ideal", "plan_ms", "fwd_ms",
                                "dense_fwd_ms", "ratio_fwd", "fwd_bwd_ms", "dense_fwd_bwd_ms", "ratio_fwd_bwd",
                                "transposed_ms", "transposed_free_ms", "causal_flex_fwd_ms",
@@ -438,5 +462,6 @@ def register(names):
                    dict(action="store_true")),
         "--kernel-options": ([], "FlexAttention's, e.g. fwd_BLOCK_N=64 USE_TMA=True", dict(
             nargs="*", metavar="NAME=VALUE")),
+        "--train-steps": (0, "also steps of train.py in both orders of the keys; 0: none", number),
         "--out": ("attention", "name of the JSON in assets/results", {}),
         "--folder": ("assets", "for the picture", {})})

@@ -14,14 +14,14 @@ Letters: B batch, T tokens, H query heads, H_kv KV heads, G = H / H_kv, D head_d
 positions that the timed step sees: it is the step of position T - 1.
 """
 import argparse
-import contextlib
+import collections
 import functools
 import math
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flex_masks
@@ -58,11 +58,16 @@ def random_model(config, device, dtype, seed=0):
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
     model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02, generator=generator) if parameter.dim() == 2 else parameter.fill_(1.0)
+    random_values(model.parameters(), torch.Generator(device).manual_seed(seed))
     return model.eval()
+
+
+@torch.no_grad()
+def random_values(parameters, generator):
+    """Normal weights in place, norms one. Of a sharded one each process fills what it has."""
+    for parameter in parameters:
+        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        mine.normal_(std=0.02, generator=generator) if mine.dim() == 2 else mine.fill_(1.0)
 
 
 def weight_bytes(config, itemsize):
@@ -320,27 +325,31 @@ def step_bytes(config, itemsize, cache, scorers=None):
     return weight_bytes(config, itemsize) + own + size["cache"] + size["bookkeeping"] + 2 * size["state"]
 
 
-def kernels_per_layer(model, ids, cache):
-    """Kernels and copies on the GPU in one step, launched one by one, divided by the layers; None on a CPU."""
+def kernels_of(model, ids, cache):
+    """One step, launched one by one -> kernels and copies on the GPU divided by the layers, and the slowest dozen of
+    them, name -> ms of the step; None, None on a CPU."""
     if not ids.is_cuda:
-        return None
+        return None, None
     step(model, ids, cache)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step(model, ids, cache)
         torch.cuda.synchronize()
-    return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events()) / model.config.n_layer or None
+    ms = collections.Counter()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    for e in events:
+        ms[e.name[:80]] += 1e-3 * e.device_time_total
+    return len(events) / model.config.n_layer or None, dict(ms.most_common(12))
 
 
-VARIANTS = {"dense": {"default": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
-            "dms-ragged": {"flex": None, "heads": None}}
-# what --compile leaves of them: a compile takes long, and with "heads" each layer, of other lengths, needs one
-COMPILED = {"dense": {"flash": SDPBackend.FLASH_ATTENTION}, "dms-ragged": {"flex": None}}
+# dms-ragged's attention. --compile leaves the first: with "heads" each layer, of other lengths, needs a compile
+VARIANTS = ("flex", "heads")
 
 
 def new_row(policy, args, batch, budget, T, device):
     row = dict(policy=policy, shape=args.shape, batch=batch, budget=budget, T=T)
     row |= dict.fromkeys(("ms_per_token", "tokens_per_s", "bytes_per_step", "copy_bandwidth_share", "peak_gib",
-                          "cache_gib", "prefill_ms", "prefill_peak_gib", "kernels_per_layer", "kernel", "others_ms"))
+                          "cache_gib", "prefill_ms", "prefill_peak_gib", "kernels_per_layer", "kernels_ms", "kernel",
+                          "others_ms"))
     return row | dict(graph=device == "cuda" and args.graph, compiled=args.compile, reduced=device != "cuda", oom=[])
 
 
@@ -400,7 +409,8 @@ def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtyp
         row, times = new_row(policy, args, batch, budget, T, device), {}
         if args.compile and kept is None:
             torch._dynamo.reset()  # or the many shapes of a run reach its limit of recompiles
-        for name, backend in (COMPILED if args.compile else VARIANTS).get(policy, {policy: None}).items():
+        variants = VARIANTS[:1 if args.compile else None] if policy == "dms-ragged" else (policy,)
+        for name in variants:
             trial = dict(row, oom=[])
 
             def run():
@@ -409,28 +419,26 @@ def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtyp
                     torch.cuda.reset_peak_memory_stats()
                 cache, advance = kept or (make_cache(policy, config, budget, T, batch, args, device, dtype, name,
                                                      scorers), None)
-                with sdpa_kernel(backend) if backend else contextlib.nullcontext():
-                    if advance is None:
-                        fill(cache, T, device)
-                        at_position(cache, max(0, T - 3))  # capturing takes two steps
-                        cache.compiled = args.compile
-                        advance = make_step(model, cache, args.graph)
-                    step_row(trial, model, cache, advance, bandwidth, scorers, device)
-                    if device == "cuda":
-                        trial["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                if advance is None:
                     fill(cache, T, device)
-                    at_position(cache, T - 2)  # two steps
-                    trial["kernels_per_layer"] = kernels_per_layer(model, torch.ones_like(cache.input_pos), cache)
+                    at_position(cache, max(0, T - 3))  # capturing takes two steps
+                    cache.compiled = args.compile
+                    advance = make_step(model, cache, args.graph)
+                step_row(trial, model, cache, advance, bandwidth, scorers, device)
+                if device == "cuda":
+                    trial["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                fill(cache, T, device)
+                at_position(cache, T - 2)  # two steps
+                ids = torch.ones_like(cache.input_pos)
+                trial["kernels_per_layer"], trial["kernels_ms"] = kernels_of(model, ids, cache)
                 kept = (cache, advance) if policy in CONSTANT else None
-                if batch == min(args.batches) and 1 < T <= args.prefill // batch and (
-                        policy in CONSTANT or (policy, name) in (("dense", "default"), ("dense", "flash"))
-                        and row["prefill_ms"] is None):
+                if batch == min(args.batches) and 1 < T <= args.prefill // batch and policy in (*CONSTANT, "dense"):
                     prefill_row(trial, model, cache, device)
                 return True
             try:
                 guarded(trial, "step", run, device)
             except Exception as error:  # of SDPA, Inductor or Triton: a variant that this card does not run
-                if policy not in VARIANTS:
+                if len(variants) == 1:
                     raise
                 times[name] = f"{(str(error).strip() or type(error).__name__).splitlines()[0][:100]}"
                 release(device)
@@ -499,7 +507,7 @@ def draw_decode(path, rows):
 
 def decode(args):
     """A decode step on random weights of a model's shape, at --lengths positions, under each policy: dense (a plain
-    static cache of T slots, SDPA without a mask, the fastest of its backends), dense-slots (decode.py's own dense
+    static cache of T slots, SDPA without a mask, by the backend that decode.step takes), dense-slots (decode.py's own dense
     policy), streaming, kvpop-mlp and kvpop (decode.py, N slots), dms-ragged (heads of unequal length, mean = budget:
     10 % of them keep all T tokens, or as many as that mean allows, the rest lie near the window; the faster of
     FlexAttention on one flat buffer a layer and SDPA on each head's view). First a cost card.
@@ -512,7 +520,8 @@ def decode(args):
     priority and position, scorer weights, twice the scorer's state), copy_bandwidth_share (bytes_per_step / time over
     the bandwidth of a large copy), peak_gib (weights, cache, all else), cache_gib (the cache's tensors alone),
     prefill_ms and prefill_peak_gib (a prompt of T - 1 tokens; smallest batch, up to --prefill tokens),
-    kernels_per_layer (all kernels of a step / layers), kernel (the variant that was fastest), others_ms (of the other
+    kernels_per_layer (all kernels of a step / layers), kernels_ms (the slowest dozen of them, by name, launched one by
+    one), kernel (the variant that was fastest), others_ms (of the other
     variants, or why not), graph, compiled, reduced, oom. With --check the file has real_run too: seconds for that many
     tokens, decoded one after the other, and the ratio to what the steps add up to. On a CPU the shape is cut to two
     narrow layers, lengths and batches too: such a run compares nothing. Rows that the file has already are kept, so an

@@ -6,17 +6,19 @@ What this file holds:
   Job                          train.py's own step of one policy on random tokens: its Settings, losses and optimiser
   Parts                        where the time of a step goes: marks on one time line, nothing measured twice
   train                        the benchmark; `register` gives it to bench.py
-There is no second training loop: a Job calls what `train.retrofit` calls.
+There is no second training loop: a Job calls what `train.retrofit` calls, under torchrun as well.
 
 Letters: B micro-batch, T tokens, H query heads, H_kv KV heads, D head_dim, C n_embd, V vocab_size.
 """
 import argparse
 import functools
+import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 import flex_masks
 import targets
@@ -24,7 +26,7 @@ import train as training
 from data import parallel
 from data.results import earlier_rows, print_table, write_results
 from data.speed import Timer, add_options, card, guarded, median_ms, peak_bytes, release
-from data.speed_decode import SHAPES, random_model, shape_of, spec_of
+from data.speed_decode import SHAPES, random_model, random_values, shape_of, spec_of
 from model import Transformer
 from scorer import make_scorers
 
@@ -80,7 +82,7 @@ def settings_of(policy, sort, T, args, device):
     given = ["--policy", "kvpop" if policy == "dense" else policy, "--data", "random tokens", "--context", T,
              "--budget", args.budget, "--n-sink", args.n_sink, "--window", args.window,
              "--batch-size", args.micro_batch, "--steps", 2000, "--warmup", 100, "--device", device,
-             "--learning-rate", 1e-3,
+             "--parallel", args.parallel, "--learning-rate", 1e-3,
              "--base-learning-rate", 8e-5, "--base-schedule", "constant",
              *["--train-base"] * (not args.freeze_base), *["--recompute"] * args.recompute,
              "--sort" if sort else "--no-sort", "--compile" if args.compile else "--no-compile",
@@ -104,6 +106,32 @@ def make_base(config, device, freeze_base):
     return model, teacher
 
 
+def meta_base(config, device, freeze_base):
+    """What make_base gives, without memory for weights: one GPU may not hold them all."""
+    frozen = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device("meta"):
+        if freeze_base:
+            return Transformer(config).to(frozen).requires_grad_(False), None
+        return Transformer(config), Transformer(config).to(frozen).requires_grad_(False)
+
+
+def shard_base(model, teacher, device):
+    """Cut a meta_base into shards as train.py does, in place, and fill them, other numbers in each process: none ever
+    holds a whole model. Teacher and student start as the same numbers, as in make_base."""
+    for part in (model, teacher):
+        if part is not None:
+            parallel.shard(part, device)
+            for name, child in part.named_children():
+                if name != "scorers":  # which have their weights
+                    child.to_empty(device=device)
+    weights = [p for name, p in model.named_parameters() if not name.startswith("scorers.")]
+    copies = weights if teacher is None else list(teacher.parameters())
+    random_values(copies, torch.Generator(device).manual_seed(parallel.rank()))
+    with torch.no_grad():
+        for mine, its in zip(weights, copies, strict=True):
+            mine.to_local().copy_(its.to_local())
+
+
 def taught_scorers(policy, config, window, device):
     """Scorers whose score vectors, zero at the start of a training, are random: equal scores would evict by age alone,
     which leaves tiles emptier than any retrofit does."""
@@ -120,7 +148,7 @@ def taught_scorers(policy, config, window, device):
 class Job:
     """One policy at one length: what train.retrofit builds before its loop, on random tokens.
 
-    model, teacher: from make_base; the scorers of the model are replaced."""
+    model, teacher: from make_base, or with --parallel fsdp from meta_base; the scorers of the model are replaced."""
 
     def __init__(self, policy, sort, T, model, teacher, args, device):
         self.settings, self.device, config = settings_of(policy, sort, T, args, device), device, model.config
@@ -128,11 +156,13 @@ class Job:
         self.spec = spec_of("streaming" if policy == "dense" else policy, config, args.budget, args.n_sink, args.window)
         model.scorers = torch.nn.ModuleList() if policy == "dense" else taught_scorers(
             policy, config, args.window, device)
+        if self.settings.parallel == "fsdp":
+            shard_base(model, teacher, device)
         training.make_ready(self.settings, model, teacher)
         self.optimizer, self.engine = training.make_optimizer(model, self.settings), parallel.Engine(model)
         self.losses = functools.partial(training.retrofit_losses(self.settings, model, teacher), self.spec)
         self.run_step = training.make_step(self.engine, self.optimizer, self.settings, self.losses)
-        B, generator = args.micro_batch, torch.Generator().manual_seed(T)
+        B, generator = args.micro_batch, torch.Generator().manual_seed(T + 10**6 * parallel.rank())
         idx = torch.randint(config.vocab_size, (B, T), generator=generator)
         noise = torch.rand(config.n_layer, B, config.n_kv_head, self.settings.n_samples, generator=generator)
         one, tokens = torch.tensor(1.0), torch.tensor(float(B * T))
@@ -257,10 +287,20 @@ class Parts:
 
 # ------------------------------------------------------------------------------------------------------- The benchmark
 
+def together(device):
+    """Wait until every process is here, its GPU idle; nothing alone."""
+    if dist.is_initialized():
+        if device == "cuda":
+            torch.cuda.synchronize()
+        parallel.summed([0])
+
+
 def train_row(policy, sort, T, model, teacher, args, device, rate):
-    """One row, see `train`."""
-    row = dict(shape=args.shape, policy=policy, sorted=sort, T=T, micro_batch=args.micro_batch, gpus=1,
-               freeze_base=args.freeze_base)
+    """One row, see `train`. With many processes it ends at the first part that does not fit: the others wait for a part
+    of a step that this one will not do."""
+    gpus, alone = parallel.world_size(), not dist.is_initialized()
+    row = dict(shape=args.shape, policy=policy, sorted=sort, T=T, micro_batch=args.micro_batch, gpus=gpus,
+               parallel=None if alone else args.parallel, freeze_base=args.freeze_base)
     row |= dict.fromkeys(("step_ms", "tokens_per_s", "mfu", "peak_gib", "visible_share", "breakdown"))
     row |= dict(recompute=args.recompute, tf32=args.tf32, reduced=device != "cuda", oom=[])
     made = {}
@@ -273,20 +313,28 @@ def train_row(policy, sort, T, model, teacher, args, device, rate):
     measure("job", lambda: made.update(job=Job(policy, sort, T, model, teacher, args, device)) or True)
     if row.pop("job"):
         job = made["job"]
-        measure("step_ms", lambda: median_ms(job.step, device, repeats=args.repeats, budget_ms=20000))
+        # the same number of steps in each process, whatever it measured
+        measure("step_ms", lambda: parallel.largest(median_ms(
+            job.step, device, repeats=args.repeats, before=lambda: together(device),
+            budget_ms=20000 if alone else 1e9)))
     if row["step_ms"]:
-        row["tokens_per_s"] = 1e3 * args.micro_batch * T / row["step_ms"]
+        row["tokens_per_s"] = 1e3 * gpus * args.micro_batch * T / row["step_ms"]
         peak = peak_bytes(job.step, device)
-        row["peak_gib"] = peak and peak / 2**30
+        row["peak_gib"] = peak and parallel.largest(peak) / 2**30
         measure("breakdown", lambda: made.update(zip(("ms", "pairs"), job.step_in_parts())) or made["ms"])
     if row["breakdown"]:
-        back = job.scorer_backward_ms()
-        made["ms"]["scorer"] += back
-        made["ms"]["backward"] -= back
+        if alone:
+            back = job.scorer_backward_ms()
+            made["ms"]["scorer"] += back
+            made["ms"]["backward"] -= back
+        else:
+            row["breakdown"] = None  # a part would hold what it waits for the others
+            made["pairs"] = parallel.summed([made["pairs"]])[0] / gpus
         row["visible_share"] = made["pairs"] / causal_pairs(model.config, args.micro_batch, T)
         flops = step_flops(model.config, args.micro_batch, T, made["pairs"], args.freeze_base)
         row["mfu"] = flops / (1e-3 * row["step_ms"]) / rate
-    model.scorers = torch.nn.ModuleList()
+    if alone:  # else the model is not used again
+        model.scorers = torch.nn.ModuleList()
     return row
 
 
@@ -295,17 +343,20 @@ def train(args):
     forward, student forward under the policy, KL over the teacher's top 256 logits, backward with recomputed
     activations, AdamW on fp32 weights; products in bf16 on a GPU. dense is plain distillation: the same step in which
     nothing is evicted and no scorer learns. With --freeze-base the scorers alone are trained, without teacher and KL,
-    and there is no dense row.
+    and there is no dense row. Under torchrun the step of all processes, one a GPU, by DDP or FSDP2: rows from other
+    numbers of GPUs stay in the file. Weights are made shard by shard, and teacher and student start equal.
 
-    Row: shape, policy, sorted (keys in the order of their lifetimes, or of time), T, micro_batch, gpus, freeze_base,
-    step_ms (median of steps between CUDA events, the first two not counted), tokens_per_s, mfu (step_flops of
-    data/speed_train.py / step_ms, over the rate of one 8192^3 product in bf16 in the same process), peak_gib (weights,
-    moments, gradients and all else), visible_share (visible pairs / causal pairs), breakdown (ms of another step, with
-    marks in it: teacher; student, its forward; backward, recomputed forward included; plan, cutoffs and tables;
-    transposed, the pass that makes the scorer's targets; scorer, its forwards, loss and backward, this one measured by
-    itself and taken out of backward; kl, both sides of it and its backward; optimizer, clipping included; other),
-    recompute, tf32, reduced, oom (what did not fit). On a CPU the shape is cut to two narrow layers and T to 256: such
-    a run compares nothing. Rows that the file has already are kept, so an interrupted run goes on.
+    Row: shape, policy, sorted (keys in the order of their lifetimes, or of time), T, micro_batch (rows of a GPU), gpus,
+    parallel (ddp or fsdp; None: without torchrun), freeze_base, step_ms (median of steps between CUDA events, the first
+    two not counted; processes begin each together, and the slowest one's median counts), tokens_per_s (of all GPUs),
+    mfu (of a GPU: step_flops of data/speed_train.py / step_ms, over the rate of one 8192^3 product in bf16 in the same
+    process), peak_gib (of a GPU, the fullest: weights, moments, gradients and all else), visible_share (visible pairs /
+    causal pairs), breakdown (ms of another step, with marks in it: teacher; student, its forward; backward, recomputed
+    forward included; plan, cutoffs and tables; transposed, the pass that makes the scorer's targets; scorer, its
+    forwards, loss and backward, this one measured by itself and taken out of backward; kl, both sides of it and its
+    backward; optimizer, clipping included; other; None under torchrun), recompute, tf32, reduced, oom (what did not
+    fit). On a CPU the shape is cut to two narrow layers and T to 256: such a run compares nothing. Rows that the file
+    has already are kept, so an interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -313,36 +364,52 @@ def train(args):
         print("no GPU: a reduced run, to show that it works; its times compare nothing")
     if min(args.lengths) < 2 or args.micro_batch < 1 or args.repeats < 1:
         raise ValueError("--lengths must be 2 or more, --micro-batch and --repeats 1 or more")
+    settings_of(args.policies[0], True, min(args.lengths), args, device)  # refuses options, and takes the GPU
     config = shape_of(args.shape, device == "cpu")
     for policy in args.policies:  # refuses a budget before any work
         spec_of("streaming" if policy == "dense" else policy, config, args.budget, args.n_sink, args.window)
     jobs = [(policy, sort, T) for T in args.lengths for policy in args.policies
-            for sort in ([None] if policy == "dense" else [True] if policy == "kvpop-mlp" else [True, False])
+            for sort in ([None] if policy == "dense" else [True] if policy == "kvpop-mlp" or not args.by_time else
+                         [True, False])
             if not (args.freeze_base and policy == "dense")]
     rate = matmul_rate(device)
-    settings = dict(card=card(device), budget=args.budget, n_sink=args.n_sink, window=args.window, graph=args.graph,
-                    compiled=args.compile)
+    settings = dict(card=card(device), budget=args.budget, n_sink=args.n_sink, window=args.window,
+                    graph=args.graph and not dist.is_initialized(), compiled=args.compile)
     rows, extra = earlier_rows(args.out, strict=True, **settings), dict(settings, matmul_rate=rate)
     print(f"{args.shape}: one product runs at {rate / 1e12:.2f} TFLOP/s")
+    write = lambda: write_results(args.out, rows, device, **extra)  # noqa: E731
     model = teacher = None
     for policy, sort, T in jobs:
         me = dict(shape=args.shape, policy=policy, sorted=sort, T=T, micro_batch=args.micro_batch,
+                  gpus=parallel.world_size(), parallel=args.parallel if dist.is_initialized() else None,
                   freeze_base=args.freeze_base, recompute=args.recompute, tf32=args.tf32)
-        if any(all(row.get(key, False) == value for key, value in me.items()) for row in rows):
+        older = {**dict.fromkeys(me, False), "parallel": None}  # than the option
+        if any(all(row.get(key, older[key]) == value for key, value in me.items()) for row in rows):
             continue
+        if dist.is_initialized():
+            model = teacher = None  # those of the last row: their hooks and shards are for its scorers
+            release(device)
         if model is None:
-            model, teacher = make_base(config, device, args.freeze_base)
+            make = meta_base if args.parallel == "fsdp" else make_base
+            model, teacher = make(config, device, args.freeze_base)
         row = train_row(policy, sort, T, model, teacher, args, device, rate)
         release(device)
         rows.append(row)
-        write_results(args.out, rows, device, **extra)
+        if row["oom"] and dist.is_initialized():
+            if parallel.claim("oom"):  # the others may wait for this process, and end with it
+                write()
+            raise ValueError(f"{policy}, T {T}: out of memory on {row['gpus']} GPUs by {args.parallel}; its row says "
+                             "so, and the same command goes on with the next one")
+        if parallel.rank() == 0:
+            write()
         said = "out of memory" if row["step_ms"] is None else (
-            f"{row['step_ms']:.1f} ms, {100 * (row['mfu'] or 0):.1f} % of the product's rate, "
-            + ", ".join(f"{name} {ms:.1f}" for name, ms in (row["breakdown"] or {}).items() if ms))
+            ", ".join([f"{row['step_ms']:.1f} ms, {100 * (row['mfu'] or 0):.1f} % of the product's rate",
+                       *(f"{name} {ms:.1f}" for name, ms in (row["breakdown"] or {}).items() if ms)]))
         print(f"{policy}{'' if sort is None else ', by lifetime' if sort else ', by time'}, T {T}: {said}", flush=True)
-    print_table(rows, ["shape", "policy", "sorted", "T", "micro_batch", "gpus", "freeze_base", "step_ms",
-                       "tokens_per_s", "mfu", "peak_gib", "visible_share", "reduced", "oom"])
-    print(f"wrote {write_results(args.out, rows, device, **extra)}")
+    print_table(rows, ["shape", "policy", "sorted", "T", "micro_batch", "gpus", "parallel", "freeze_base",
+                       "step_ms", "tokens_per_s", "mfu", "peak_gib", "visible_share", "reduced", "oom"])
+    if parallel.rank() == 0:
+        print(f"wrote {write()}")
 
 
 def register(names):
@@ -357,6 +424,8 @@ def register(names):
         "--freeze-base": (False, "train the scorers alone", switch),
         "--recompute": (True, "activations of a block again in its backward", switch),
         "--compile": (True, "as in train.py", switch), "--graph": (False, "as in train.py", switch),
+        "--parallel": ("ddp", "under torchrun, as in train.py", dict(choices=["ddp", "fsdp"])),
+        "--by-time": (True, "kvpop also with keys in the order of time", switch),
         "--tf32": (False, "as in train.py", switch),
         "--repeats": (5, "steps to time", number),
         "--out": ("train", "name of the JSON in assets/results", {})})

@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+import bench
+import model as model_file
 import train
-from data import batches, parallel, text, traces
+from data import batches, parallel, speed_train, text, traces
 from model import load_model, save_model
 from targets import Retention, counted_rows, listwise_loss
 from test_cli_chat import make_folder
@@ -33,9 +35,10 @@ from test_train import (JOBS, QUIET, SPEC, job, random_model, refused, small_pro
 from test_train import run as run_alone
 
 
-def spied(rank, sigterm, full):
-    """Patches of train.py in a worker -> (what they see, a MonkeyPatch)."""
-    seen, patch = {"passes": [], "shards": [], "grads": [], "tokenised": 0}, pytest.MonkeyPatch()
+def spied(rank, sigterm, full, compiled):
+    """Patches of train.py and bench.py in a worker -> (what they see, a MonkeyPatch)."""
+    seen, patch = {"passes": [], "shards": [], "grads": [], "tokenised": 0, "graphs": 0, "kl": []}, pytest.MonkeyPatch()
+    real_ready, real_step = train.make_ready, speed_train.Job.step
     real_shard, real_backward, real_rates = parallel.shard, parallel.Engine.backward, train.set_rates
     real_save, real_documents, made = torch.save, text.read_documents, []
 
@@ -72,7 +75,27 @@ def spied(rank, sigterm, full):
         seen["tokenised"] += 1
         time.sleep(0.3)
         return real_documents(*args)
-    for owner, name, value in ((train, "Retention", make), (parallel, "shard", shard), (torch, "save", save),
+
+    def backend(graph, inputs):
+        seen["graphs"] += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def ready(settings, model, teacher=None):
+        real_ready(settings, model, teacher)
+        for block in (*model.model.layers, *(teacher.model.layers if teacher else ())):
+            block.compiled = compiled
+
+    def step(job):
+        values, norm = real_step(job)
+        seen["kl"].append(values["kl"].item())
+        return values, norm
+    if compiled:  # as on a GPU
+        torch._dynamo.reset()
+        patch.setattr(model_file, "COMPILED_HALVES", [
+            torch.compile(half, dynamic=False, fullgraph=True, backend=backend)
+            for half in (model_file.Block.before, model_file.Block.after)])
+    for owner, name, value in ((train, "make_ready", ready), (speed_train.Job, "step", step),
+                               (train, "Retention", make), (parallel, "shard", shard), (torch, "save", save),
                                (parallel.Engine, "backward", backward), (train, "set_rates", set_rates),
                                (text, "read_documents", documents)):
         patch.setattr(owner, name, value)
@@ -85,14 +108,15 @@ def work(rank, count, jobs, results):
         sizes.update(dict.fromkeys(traces.PROMPTS, (3, 4)))
     train.MAX_LENGTH = 400
     while (given := jobs.get()) is not None:
-        args, port, *faults = given
+        main, folder, args, port, *faults = given
+        os.chdir(folder)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
                           TORCHELASTIC_RESTART_COUNT="0")
         (seen, patch), out, err = spied(rank, *faults), io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                code = train.main(args)
+                code = main(args)
             except BaseException as error:  # the test shows it
                 code = f"{type(error).__name__}: {error}"
         seen["ended"] = time.time()
@@ -105,17 +129,19 @@ def work(rank, count, jobs, results):
 @pytest.fixture(scope="module")
 def two():
     """two(*arguments): train.main in two processes -> codes, stdouts, stderrs, what was seen. sigterm: the rank and the
-    step, from 0, that get one; full: the disk is so when the state after so many steps is saved."""
+    step, from 0, that get one; full: the disk is so when the state after so many steps is saved; compiled: blocks are;
+    folder: where bench.main runs, instead of train.main."""
     context = torch.multiprocessing.get_context("spawn")
     jobs, results = [context.SimpleQueue() for _ in range(2)], context.Queue()
     workers = [context.Process(target=work, args=(i, 2, jobs[i], results), daemon=True) for i in range(2)]
     for worker in workers:
         worker.start()
 
-    def call(*args, sigterm=None, full=None):
+    def call(*args, sigterm=None, full=None, compiled=False, folder=None):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's
         for queue in jobs:
-            queue.put(([*QUIET, *map(str, args)], store.port, sigterm, full))
+            queue.put((bench.main if folder else train.main, folder or os.getcwd(),
+                       [*(() if folder else QUIET), *map(str, args)], store.port, sigterm, full, compiled))
         found = sorted((results.get(timeout=120) for _ in workers), key=lambda result: result[0])
         return list(zip(*found))[1:]
     yield call
@@ -278,6 +304,66 @@ def test_recomputed_blocks_change_no_gradient_and_teach_once(base, two, tmp_path
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-9) for a, b in zip(*ends, strict=True)) and len(ends[0]) > 20
 
 
+@pytest.mark.parametrize("engine, how", [("fsdp", ()), ("fsdp", ("--recompute",)), ("ddp", ())])
+def test_compiled_blocks_change_nothing(alone, base, two, tmp_path, engine, how):
+    """Two graphs for all layers, two more for the teacher and without gradients: a block's weights are whole when its
+    compiled halves get them, and in the backward again."""
+    codes, _, errors, seen = two(*job("train_base", base, tmp_path), *STEPS, "--parallel", engine, *how, compiled=True)
+    assert codes == (0, 0), errors
+    assert alike(tmp_path, alone / "alone-train_base")
+    print(seen[0]["graphs"])
+    assert 0 < seen[0]["graphs"] == seen[1]["graphs"]
+
+
+# ----------------------------------------------------------------------------- bench.py train
+
+BENCH = ("train", "--lengths", 100, "--repeats", 1)
+
+
+def test_bench_measures_the_step_of_all(two, tmp_path, monkeypatch):
+    """Rows by DDP, FSDP2 and of one process stand in one file, each once."""
+    monkeypatch.chdir(tmp_path)
+    rows_of = lambda: strict_json(tmp_path / "assets/results/train.json")["rows"]  # noqa: E731
+    assert bench.main([*map(str, BENCH), "--policies", "kvpop-mlp"]) == 0
+    alone = rows_of()
+    for engine in ("ddp", "fsdp", "fsdp"):
+        codes, said, errors, seen = two(*BENCH, "--parallel", engine, "--policies", "dense", "kvpop-mlp",
+                                        folder=tmp_path)
+        assert codes == (0, 0) and said[1] == "" and "wrote assets/results/train.json" in said[0], errors
+        if seen[0]["kl"]:  # the third run finds its rows; the first step is of teacher and student as they were made
+            assert len(seen[0]["kl"]) == len(seen[1]["kl"]) == 12 and abs(seen[0]["kl"][0]) < 1e-6
+            assert seen[0]["kl"][6:] != seen[1]["kl"][6:]  # tokens of their own
+        if engine == "fsdp":
+            assert all(0.4 < mine / whole < 0.6 for s in seen for mine, whole in s["shards"])
+            assert len(seen[0]["shards"]) == (4 if seen[0]["kl"] else 0)
+    rows = rows_of()
+    assert rows[0] == alone[0] and [(r["policy"], r["gpus"], r["parallel"]) for r in rows] == [
+        ("kvpop-mlp", 1, None), ("dense", 2, "ddp"), ("kvpop-mlp", 2, "ddp"), ("dense", 2, "fsdp"),
+        ("kvpop-mlp", 2, "fsdp")]
+    for row in rows:
+        assert set(row) == set(rows[0]) and row["oom"] == [] and row["mfu"] > 0
+        assert row["tokens_per_s"] == pytest.approx(row["gpus"] * 1e5 / row["step_ms"])
+        assert (row["breakdown"] is None) == (row["gpus"] == 2)
+        assert row["visible_share"] == (1 if row["policy"] == "dense" else pytest.approx(rows[0]["visible_share"], 0.1))
+    assert strict_json(tmp_path / "assets/results/train.json")["command"].startswith("torchrun --nproc-per-node 2 ")
+
+
+def test_what_does_not_fit_many_gpus_is_a_row(base, tmp_path):
+    """One process finds no memory, the other waits for it: the row is written, and all end with one line."""
+    (tmp_path / "script.py").write_text(OOM.format(root=str(Path(train.__file__).parent)))
+    done = torchrun(tmp_path / "script.py", *BENCH, "--policies", "dense", cwd=tmp_path)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode != 0 and len(lines) == 1 and "out of memory on 2 GPUs by ddp" in lines[0], done.stderr
+    row, = strict_json(tmp_path / "assets/results/train.json")["rows"]
+    assert row["oom"] == ["step_ms"] and row["step_ms"] is None
+
+
+def test_bench_refuses(two, tmp_path, capsys):
+    refused(capsys, bench.main([*map(str, BENCH), "--parallel", "fsdp"]), "--parallel fsdp", "torchrun")
+    codes, _, errors, _ = two("attention", folder=tmp_path)
+    assert codes == (2, 2) and sum("bench.py train alone" in e for e in errors) == 1
+
+
 # ----------------------------------------------------------------------------- stopping and going on
 
 @pytest.mark.parametrize("kind, engine", [("scorer", "ddp"), ("train_base", "fsdp"), ("pretrain", "fsdp")])
@@ -411,16 +497,36 @@ sys.exit(train.main())
 """
 
 
-def test_torchrun_ends_with_one_line_when_a_process_is_killed(base, tmp_path):
-    out = tmp_path / "out"
-    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(Path(train.__file__).parent)))
+OOM = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch
+import bench
+from data import speed_train
+real = speed_train.Job.step
+
+def step(job):
+    if os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError
+    return real(job)
+speed_train.Job.step = step
+sys.exit(bench.main())
+"""
+
+
+def torchrun(*args, cwd=None):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
-                           str(port), tmp_path / "script.py", *QUIET, *job("scorer", base, out), *map(str, STEPS),
-                           "--save-every", "1"], capture_output=True, text=True, timeout=120,
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+                           str(port), *map(str, args)], capture_output=True, text=True, timeout=120, cwd=cwd,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_torchrun_ends_with_one_line_when_a_process_is_killed(base, tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(Path(train.__file__).parent)))
+    done = torchrun(tmp_path / "script.py", *QUIET, *job("scorer", base, out), *STEPS, "--save-every", 1)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and len(lines) == 1 and "another process of this run is gone" in lines[0], done.stderr
     assert state_of(out)["step"] == 2 and not list(out.glob("*.tmp"))

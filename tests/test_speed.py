@@ -73,8 +73,8 @@ def test_scores_of_the_shipped_scorer():
 
 ROW = {"policy", "T", "budget", "batch", "n_head", "n_kv_head", "head_dim", "tiles_kept", "tiles_full", "tiles_ideal",
        "plan_ms", "fwd_ms", "fwd_bwd_ms", "dense_backend", "dense_fwd_ms", "dense_fwd_bwd_ms", "ratio_fwd",
-       "ratio_fwd_bwd", "transposed_ms", "causal_flex_fwd_ms", "plan_peak_mib", "kernel", "reduced", "oom",
-       "kernel_options"}
+       "ratio_fwd_bwd", "transposed_ms", "transposed_free_ms", "causal_flex_fwd_ms", "plan_peak_mib", "kernel", "reduced",
+       "oom", "kernel_options"}
 
 
 def test_reduced_run_goes_on(tmp_path, monkeypatch, capsys):
@@ -140,3 +140,11 @@ def test_median_leaves_out_the_first_calls():
             time.sleep(0.05)
     ms = speed.median_ms(fn, "cpu", repeats=5)
     assert 0 < ms < 10 and len(calls) == 7  # two that do not count, five that do
+
+
+def test_loss_curves_of_both_orders():
+    """On a CPU both orders are one path, so the curves are equal; a broken base would not train."""
+    found = speed.loss_curves(2, "cpu")
+    assert [len(found[name]["kl"]) for name in ("by_lifetime", "by_time")] == [2, 2]
+    assert found["by_lifetime"]["retention"][0] > 0
+    assert found["by_lifetime"] == found["by_time"] and found["largest_difference"] == dict(kl=0.0, retention=0.0)
