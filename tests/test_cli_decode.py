@@ -154,9 +154,9 @@ def test_picture(decode, folders, tmp_path):
     assert done.returncode == 0, done.err
     assert lines(done)[-1] == f"wrote {path}"
     import matplotlib.image
-    image = matplotlib.image.imread(path)  # (height, width, 4) in 0..1
-    assert image.shape[1] > 1000 and image[..., :3].std() > 0.05  # something is drawn
-    assert (image[..., :3].max(-1) - image[..., :3].min(-1)).max() < 0.02  # and in grey alone
+    image = matplotlib.image.imread(path)
+    assert image.ndim == 2 and image.shape[1] > 1000  # in grey alone
+    assert image.std() > 0.05  # something is drawn
 
 
 def test_ctrl_c_ends_with_the_summary_and_130(tmp_path):
