@@ -74,7 +74,8 @@ def parts(messages: list[dict], style: Style, thinking: bool = True, prompt: boo
     """[(text, is it a control token)] of messages [{"role": system|user|assistant, "content": str}], an assistant's
     perhaps with "reasoning_content": str.
     prompt: end with the opening of the assistant's turn. Of Qwen3's own earlier answers the thoughts are left out, as
-    its template does. ValueError for other roles, for contents that are no text, for thinking that cannot be."""
+    its template does. ChatML's templates drop reasoning_content; to learn from it, `keep_thoughts` first.
+    ValueError for other roles, for contents that are no text, for thinking that cannot be."""
     check(messages, style, thinking)
     out = []
     if style.system is not None and messages[0]["role"] != "system":
@@ -88,10 +89,23 @@ def parts(messages: list[dict], style: Style, thinking: bool = True, prompt: boo
         if message["role"] == "assistant" and style.name == "qwen3":
             thoughts, content = split_thoughts(content, message.get("reasoning_content"))
             if i > asked and (i == len(messages) - 1 or thoughts):
-                thoughts = thoughts.strip("\n")
-                content = f"<think>\n{thoughts}\n</think>\n\n" + content.lstrip("\n")
+                content = with_thoughts(thoughts, content)
         out += turn(message["role"], content)
     return out + opening(style, thinking) if prompt else out
+
+
+def with_thoughts(thoughts, content):
+    return "<think>\n" + thoughts.strip("\n") + "\n</think>\n\n" + content.lstrip("\n")
+
+
+def keep_thoughts(messages: list[dict], style: Style) -> list[dict]:
+    """messages as an example to learn from: where the template has no place for reasoning_content (ChatML), every
+    answer opens with it, written as Qwen3 writes it."""
+    if style.name == "qwen3":
+        return messages
+    check(messages, style, thinking=True)
+    return [dict(role=m["role"], content=with_thoughts(m["reasoning_content"], m["content"]))
+            if m.get("reasoning_content") else m for m in messages]
 
 
 def split_thoughts(content: str, thoughts: str | None = None) -> tuple[str, str]:
@@ -121,6 +135,9 @@ def check(messages, style, thinking):
             raise ValueError(f"role {message.get('role')!r} is not supported: use system, user or assistant")
         if not isinstance(message.get("content"), str):
             raise ValueError(f"the content of a {message['role']} message must be text")
+        thoughts = message.get("reasoning_content")
+        if thoughts and (message["role"] != "assistant" or not isinstance(thoughts, str)):
+            raise ValueError("reasoning_content must be text, and an assistant's: no other message has thoughts")
     if not thinking and style.thinking == "always":
         raise ValueError("this model always thinks: thinking cannot be switched off")
 

@@ -4,9 +4,22 @@ position.
 All are readable in black and white: greys, line styles and markers, text at the line's end instead of a legend.
 matplotlib is imported where it is used, so nothing else needs it.
 """
+import io
+from collections import Counter
+
 import torch
 
 from flex_masks import pyplot
+from scorer import LEARNED
+
+
+def save(fig, path):
+    """The figure as a PNG in greys, a third of the bytes of the same picture in colours that it does not use."""
+    from PIL import Image  # matplotlib brings it
+    page = io.BytesIO()
+    fig.savefig(page, dpi=100)
+    Image.open(page).convert("L").save(path, "PNG", optimize=True)
+    pyplot().close(fig)
 
 
 def draw_kept(path, kept, texts, n_prompt, title, columns=128):
@@ -34,8 +47,7 @@ def draw_kept(path, kept, texts, n_prompt, title, columns=128):
     fig.suptitle(title, fontsize=10)
     fig.colorbar(image, ax=axes[:, 0], ticks=range(n_head + 1), label="KV heads that hold the token at the end",
                  shrink=min(1.0, 4 / height), aspect=12, pad=0.01)
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+    save(fig, path)
 
 
 def direct_labels(ax, labels):
@@ -103,8 +115,7 @@ def draw_accuracy(path, rows):
                        title=f"{task}: pass@1, {max(row['n_problems'] for row in mine)} problems")
             ax.grid(axis="y", color="0.92")
             direct_labels(ax, labels)
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+    save(fig, path)
 
 
 def draw_recall(path, rows):
@@ -120,8 +131,7 @@ def draw_recall(path, rows):
     ax.grid(axis="y", color="0.92")
     direct_labels(ax, [(len(row["recall_by_layer"]) - 1, row["recall_by_layer"][-1],
                         f"{row['policy']} ({row['weights']}), {row['budget']} entries, {row['task']}") for row in rows])
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+    save(fig, path)
 
 
 def draw_retention(path, rows):
@@ -147,48 +157,59 @@ def draw_retention(path, rows):
         ax.set_title(f"{row['policy']} ({row['weights']}), {row['budget']} entries, {row['task']}", fontsize=9)
     fig.colorbar(image, ax=axes, label="share of later queries that still see a token\n(mean over tokens and KV heads)",
                  shrink=min(1.0, 1.5 / n_rows))
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+    save(fig, path)
 
 
 def draw_positions(path, rows, edges):
-    """`rows` of bench.py text: perplexity against position, and its ratio to dense's, a line a policy and budget.
-    edges: bounds of the ranges of positions, as the file has them."""
+    """`rows` of bench.py text: perplexity against position, and its ratio to dense's; a column a budget, a line a
+    policy, black if it was trained. edges: bounds of the ranges of positions, as the file has them."""
     plt = pyplot()
     from matplotlib.ticker import LogLocator, NullLocator
-    rows = sorted(rows, key=lambda row: (row["policy"] != "dense", row["budget"] or 0, row["policy"]))
-    dense = next((row["perplexity_by_position"] for row in rows if row["policy"] == "dense"), None)
+    dense = next((row for row in rows if row["policy"] == "dense"), None)
     if dense is None:
         raise ValueError("no row of dense to compare with: run bench.py text to its end first")
-    x = [(a + b - 1) / 2 for a, b in zip(edges, edges[1:])]
-    fig, axes = plt.subplots(2, 1, figsize=(10, 9), sharex=True)
-    fig.subplots_adjust(left=0.09, right=0.78, top=0.94, bottom=0.07, hspace=0.12)
-    several = len({row["n_sink"] for row in rows if row["policy"] not in ("dense", "tova-layer")}) > 1
-    for ax, relative in zip(axes, (False, True)):
-        labels = []
-        for i, row in enumerate(rows):
-            y = [value / d if relative else value for value, d in zip(row["perplexity_by_position"], dense)]
-            name = "dense (all entries)" if row["policy"] == "dense" else f"{row['policy']}, {row['budget']} entries"
-            name += f", {row['n_sink']} sinks" if several and row["n_sink"] is not None else ""
-            if row["policy"] == "dense":
-                ax.plot(x, y, color="black", linewidth=1.6, linestyle=(0, (8, 3)))
-            else:
-                ax.plot(x, y, **line_style(i, row["policy"], row["weights"] == "adapted"))
-            labels.append((x[-1], y[-1], name))
-        for budget in sorted({row["budget"] for row in rows if row["budget"] and row["budget"] < edges[-1]}):
-            ax.axvline(budget, color="0.8", linewidth=0.8)
-            if relative:
-                ax.annotate(f" {budget} entries", (budget, 0.98), xycoords=("data", "axes fraction"), fontsize=7.5,
-                            color="0.35", va="top")
-        ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 4, 6, 8), numticks=99))  # not decades alone
+    dense, n_documents = dense["perplexity_by_position"], dense["n_documents"]
+    rows = [row for row in rows if row["policy"] != "dense"]
+    several = len({row["n_sink"] for row in rows if row["policy"] != "tova-layer"}) > 1
+    twins = Counter((row["policy"], row["budget"], row["n_sink"]) for row in rows)
+
+    def name(row):
+        sinks = f", {row['n_sink']} sinks" if several and row["n_sink"] is not None else ""
+        who = f" ({row['model']})" if twins[row["policy"], row["budget"], row["n_sink"]] > 1 else ""
+        return row["policy"] + sinks + who
+    names, x = sorted({name(row) for row in rows}), [(a + b - 1) / 2 for a, b in zip(edges, edges[1:])]
+    budgets = sorted({row["budget"] for row in rows}) or [edges[-1]]
+    fig, axes = plt.subplots(2, len(budgets), figsize=(4.6 * len(budgets) + 0.6, 8), sharex=True, sharey="row",
+                             squeeze=False)
+    width, labels = fig.get_size_inches()[0], {}
+    fig.subplots_adjust(left=0.7 / width, right=1 - 1.1 / width, top=0.9, bottom=0.1, hspace=0.08, wspace=0.34)
+    for budget, pair in zip(budgets, axes.T):
+        mine = [row for row in rows if row["budget"] == budget]
+        for ax, relative in zip(pair, (False, True)):
+            over = dense if relative else [1] * len(dense)
+            y = [value / d for value, d in zip(dense, over)]
+            ax.plot(x, y, color="black", linewidth=1.6, linestyle=(0, (8, 3)))
+            labels[ax] = [(x[-1], y[-1], "dense")]
+            for row in mine:
+                y = [value / d for value, d in zip(row["perplexity_by_position"], over)]
+                trained = row["weights"] == "adapted" or row["policy"] in LEARNED
+                ax.plot(x, y, **line_style(names.index(name(row)), row["policy"], trained))
+                labels[ax].append((x[-1], y[-1], name(row)))
+            if budget < edges[-1]:
+                ax.axvline(budget, color="0.7", linewidth=0.8)
+            ax.set_yscale("log")
+            ax.grid(axis="y", color="0.92")
+        pair[0].set_title(f"{budget} entries", fontsize=10)
+        pair[1].set_xlabel("position of the query (tokens)")
+    for ax in axes.flat:  # now that a row has its limits
+        low, high = ax.get_ylim()
+        subs = (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2, 2.5, 3, 4, 5, 6, 7, 8) if high < 4 * low else (1, 1.5, 2, 3, 4, 6)
+        ax.yaxis.set_major_locator(LogLocator(subs=subs, numticks=99))  # not decades alone
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_locator(NullLocator())
-        ax.grid(axis="y", color="0.92")
-        direct_labels(ax, labels)
-    axes[0].set(ylabel="perplexity of the next token, log scale", title=(
-        f"Perplexity by position, mean over {rows[0]['n_documents']} documents"))
-    axes[1].set(ylabel="perplexity / dense perplexity, log scale",
-                xlabel="position of the query (tokens; vertical lines: where a budget is full)")
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+        direct_labels(ax, labels[ax])
+    axes[0, 0].set_ylabel("perplexity of the next token, log scale")
+    axes[1, 0].set_ylabel("perplexity / dense perplexity, log scale")
+    fig.suptitle(f"Perplexity by position, mean over {n_documents} documents (dashes: dense, all entries; black: "
+                 "trained; vertical line: the budget is full)", fontsize=11)
+    save(fig, path)

@@ -16,9 +16,15 @@ DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder 
 
 
 def named_folder(folder, name):
-    """A folder that the scorer.json of `folder` names: relative to it, or by hub id."""
+    """A folder that the scorer.json of `folder` names: relative to it, or by hub id. FileNotFoundError says where a
+    checkpoint must be that is not there."""
     local = Path(folder) / name
-    return local if name.startswith(".") or local.is_dir() else resolve_checkpoint(name)
+    if name.startswith(".") and not local.is_dir():
+        bare = "" if (Path(folder) / "config.json").is_file() else ", which has no config.json,"
+        raise FileNotFoundError(f"the scorer in {folder}{bare} belongs to a checkpoint that is not there: put its "
+                                f"folder at {os.path.normpath(local)}, or name another under \"base\" and \"weights\" in "
+                                f"{Path(folder) / 'scorer.json'}")
+    return local if local.is_dir() else resolve_checkpoint(name)
 
 
 def weights_folder(folder, settings):

@@ -1,33 +1,42 @@
 """The scorers of a retrofit as files: scorer.safetensors with the weights, scorer.json with what they are.
 
 What this file holds: save_scorers, load_scorers. Nothing is unpickled, and nothing that does not fit is loaded.
+Weights are used in fp32; in the file they may be fp16, half the size.
 """
 import json
 import os
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from scorer import check_window, make_scorers
 
+STORED = {torch.float32: "F32", torch.float16: "F16"}  # what a file may hold, and what safetensors calls it
 
-def save_scorers(scorers, folder, spec_dict, values=None):
-    """Write scorer.safetensors (fp32, whatever the dtype in use) and scorer.json; both appear whole or not at all.
+
+def save_scorers(scorers, folder, spec_dict, values=None, dtype=torch.float32):
+    """Write scorer.safetensors (in `dtype`, whatever the one in use) and scorer.json; both appear whole or not at all.
     spec_dict: n_sink, window, budget (and more if you like), stored beside the policy, its sizes and options.
     values: state dict of the model they belong to, written in place of their own weights, which may be sharded.
-    ValueError: a setting missing, layers that differ, a window that is not the scorers' own."""
+    ValueError: a setting missing, layers that differ, a window that is not the scorers' own, another dtype than fp32 or
+    fp16, a weight that is not finite in it."""
     first, folder = scorers[0], Path(folder)
     if missing := {"n_sink", "window", "budget"} - spec_dict.keys():
         raise ValueError(f"save_scorers: the settings lack '{min(missing)}'")
     if any((s.name, s.options) != (first.name, first.options) for s in scorers):
         raise ValueError("save_scorers: all layers must have the same policy and options")
+    if dtype not in STORED:
+        raise ValueError(f"save_scorers: {dtype} is not supported: store float32 or float16")
     check_window(scorers, spec_dict["window"])
     settings = {"policy": first.name, "n_layer": len(scorers), "n_kv_head": first.n_kv_head, "head_dim": first.head_dim,
                 **spec_dict, "options": first.options}
     tensors = {f"{i}.{name}": values[f"scorers.{i}.{name}"] if values else p
                for i, s in enumerate(scorers) for name, p in s.named_parameters()}
-    tensors = {name: p.detach().float().cpu().contiguous().clone() for name, p in tensors.items()}
+    tensors = {name: p.detach().to("cpu", dtype, copy=True).contiguous() for name, p in tensors.items()}
+    if odd := [name for name, p in tensors.items() if not p.isfinite().all()]:
+        raise ValueError(f"save_scorers: {odd[0]} is not finite in {str(dtype)[6:]}")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "scorer.safetensors.tmp", metadata={"format": "pt"})
     os.replace(folder / "scorer.safetensors.tmp", folder / "scorer.safetensors")
@@ -38,7 +47,7 @@ def save_scorers(scorers, folder, spec_dict, values=None):
 def load_scorers(folder):
     """-> (ModuleList with one scorer per layer, on CPU in fp32; settings dict of scorer.json).
     FileNotFoundError: a file is missing. ValueError: a pickle in its place, an unreadable file, and every tensor that
-    is missing, unknown or of another shape or dtype, by name, before any is read."""
+    is missing, unknown or of another shape or dtype than fp32 and fp16, by name, before any is read."""
     folder, path = Path(folder), Path(folder) / "scorer.safetensors"
     pickles = sorted(p for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
     if pickles and not path.is_file():
@@ -57,11 +66,12 @@ def load_scorers(folder):
         with safe_open(path, framework="pt") as f:
             have = {name: (f.get_slice(name).get_shape(), f.get_slice(name).get_dtype()) for name in f.keys()}
             wrong = [f"{name} is missing" for name in want if name not in have]
-            wrong += [f"{name} is {dtype} {shape}, not F32 {want[name]}" if name in want else f"{name} is not ours"
-                      for name, (shape, dtype) in have.items() if (shape, dtype) != (want.get(name), "F32")]
+            wrong += [f"{name} is {dtype} {shape}, not F32 or F16 {want[name]}" if name in want else
+                      f"{name} is not ours" for name, (shape, dtype) in have.items()
+                      if shape != want.get(name) or dtype not in STORED.values()]
             if wrong:
                 raise ValueError(f"{path} does not fit scorer.json: " + "; ".join(wrong))
-            tensors = {name: f.get_tensor(name) for name in have}
+            tensors = {name: f.get_tensor(name).float() for name in have}
     except SafetensorError as err:
         raise ValueError(f"{path} is not a whole safetensors file ({err}); copy or convert it again") from None
     scorers.load_state_dict(tensors)

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.chat import encode_chat, parts
+from data.chat import encode_chat, keep_thoughts, parts
 
 TEXT_FILES = (".txt", ".md", ".rst", ".py")  # one document each
 ROW_FILES = (".jsonl", ".json", ".parquet")  # a document per row
@@ -96,7 +96,7 @@ def read_hub(name, split, subset):
 
 def read_documents(source, field="text", split="train", subset=None, style=None):
     """Documents of the rows: text, or, where the field holds a list of messages, the parts of a chat in `style`
-    (chat.py). Rows with roles that no style writes (tools) come as None, for the caller to count.
+    (chat.py). Rows with what no style writes (tools, their calls) come as None, for the caller to count.
     ValueError names the fields that exist when `field` does not."""
     for row in read_rows(source, split, subset):
         if field not in row:
@@ -110,7 +110,8 @@ def read_documents(source, field="text", split="train", subset=None, style=None)
             known = ("role", "content", "reasoning_content")
             spoken = [{name: m[name] for name in known if m.get(name) is not None} for m in value]
             ok = all(m["role"] in ("system", "user", "assistant") and isinstance(m.get("content"), str) for m in spoken)
-            yield parts(spoken, style, prompt=False) if ok else None
+            ok = ok and not any(m.get("tool_calls") for m in value)
+            yield parts(keep_thoughts(spoken, style), style, prompt=False) if ok else None
         else:
             raise ValueError(f"field {field!r} of {source} holds {type(value).__name__}, neither text nor messages")
 

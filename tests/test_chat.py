@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from data import chat
-from data.chat import CHATML, QWEN3, SMOLLM2, Conversation, Style, detect_style, encode_chat, parts, render
+from data.chat import (CHATML, QWEN3, SMOLLM2, Conversation, Style, detect_style, encode_chat, keep_thoughts, parts,
+                       render)
 from data.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -57,6 +58,23 @@ def test_thoughts_stay_in_a_kept_cache():
     fed += render_parts(talk.say("c"))
     block = "<think>\n\n</think>\n\n"
     assert fed.count(block) == 2 and fed.replace(block, "", 1) == render(talk.messages, QWEN3, thinking=False)
+
+
+@pytest.mark.parametrize("style", [CHATML, SMOLLM2], ids=["chatml", "smollm2"])
+def test_given_thoughts_are_kept_in_every_answer_of_chatml(style):
+    ask, again = (dict(role="user", content=text) for text in ("2+2?", "sure?"))
+    answers = [dict(role="assistant", content=text, reasoning_content=thoughts)
+               for text, thoughts in (("4", "two\nand two\n"), ("\nyes", "\nagain"))]
+    bare = [m | dict(reasoning_content=none) for m, none in zip(answers, ("", None))]
+    chat = [ask, answers[0], again, answers[1]]
+    whole = render(keep_thoughts(chat, style), style, prompt=False)
+    assert whole.endswith("assistant\n<think>\ntwo\nand two\n</think>\n\n4<|im_end|>\n"
+                          "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n<think>\nagain\n</think>\n\nyes<|im_end|>\n")
+    without = render(keep_thoughts([ask, bare[0], again, bare[1]], style), style, prompt=False)
+    assert "<think>" not in without and without.endswith("assistant\n\nyes<|im_end|>\n")
+    assert whole.startswith("<|im_start|>system\nYou are") == (style is SMOLLM2)
+    assert without == render(chat, style, prompt=False)  # the templates themselves drop them
+    assert keep_thoughts(chat, QWEN3) is chat  # Qwen3's has a place
 
 
 def render_parts(some):
@@ -116,7 +134,9 @@ def test_other_templates_are_refused_by_name(template, named):
     ([dict(role="tool", content="x")], CHATML, "role 'tool'"),
     ([dict(role="user", content=[{"type": "image"}])], CHATML, "must be text"),
     ([dict(role="user", content="x"), dict(role="tool", content="y")], QWEN3, "role 'tool'"),
-], ids=range(4))
+    ([dict(role="user", content="x", reasoning_content="y")], CHATML, "no other message has thoughts"),
+    ([dict(role="assistant", content="x", reasoning_content=["y"])], QWEN3, "reasoning_content must be text"),
+], ids=range(6))
 def test_odd_messages_are_named(messages, style, named):
     with pytest.raises(ValueError, match=named):
         render(messages, style)

@@ -187,7 +187,7 @@ def test_policies_on_a_folder_without_scorer_have_the_papers_settings(decode, fo
 
 
 def test_a_retrofit_may_name_its_base_by_hub_id(decode, folders, monkeypatch):
-    import decode as module
+    from data import resolve as module
     scorers = torch.nn.ModuleList(make_scorer("kvpop", n_kv_head=2, head_dim=8, window=8, layer=i) for i in range(2))
     folder = folders.root / "retrofit"
     save_scorers(scorers, folder, dict(n_sink=2, window=8, budget=40, base="someone/tiny"))

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,9 +154,9 @@ def test_picture(decode, folders, tmp_path):
     assert done.returncode == 0, done.err
     assert lines(done)[-1] == f"wrote {path}"
     import matplotlib.image
-    image = matplotlib.image.imread(path)  # (height, width, 4) in 0..1
-    assert image.shape[1] > 1000 and image[..., :3].std() > 0.05  # something is drawn
-    assert (image[..., :3].max(-1) - image[..., :3].min(-1)).max() < 0.02  # and in grey alone
+    image = matplotlib.image.imread(path)
+    assert image.ndim == 2 and image.shape[1] > 1000  # in grey alone
+    assert image.std() > 0.05  # something is drawn
 
 
 def test_ctrl_c_ends_with_the_summary_and_130(tmp_path):
@@ -330,3 +331,12 @@ def test_policies_that_need_what_a_folder_lacks(decode, folders, tmp_path):
     refused(decode("--model", tmp_path / "lonely", *PROMPT, "--policy", "knorm"), "base")  # names ../base, not there
     edit(tmp_path / "lonely", base=None)
     refused(decode("--model", tmp_path / "lonely", *PROMPT, "--policy", "knorm"), "names no base model", "--model")
+
+
+@pytest.mark.parametrize("policy", [(), ("--policy", "streaming"), ("--policy", "dense")])
+def test_the_shipped_scorer_of_a_real_model_says_where_its_checkpoint_belongs(decode, tmp_path, policy):
+    folder = shutil.copytree(ROOT / "assets/smollm2-2048", tmp_path / "assets/smollm2-2048")
+    scorers, settings = load_scorers(folder)
+    assert sum(p.numel() for p in scorers.parameters()) == 1_875_150 and settings["budget"] == 2048
+    done = decode("--model", folder, *PROMPT, *policy)
+    refused(done, f"put its folder at {tmp_path / 'out/smollm2'}, or name another under \"base\"", "scorer.json")

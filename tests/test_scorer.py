@@ -529,7 +529,31 @@ def test_save_and_load(tmp_path, policy, options):
     assert not torch.equal(loaded[0](k, v), loaded[1](k, v))
 
 
+@pytest.mark.parametrize("policy", ["kvpop", "kvpop-mlp"])
+def test_half_the_bytes_in_fp16_and_fp32_in_use(tmp_path, policy):
+    layers = saved(tmp_path / "fp32", policy)
+    save_scorers(layers, tmp_path / "fp16", SPEC, dtype=torch.float16)
+    assert {t.dtype for t in load_file(tmp_path / "fp16" / "scorer.safetensors").values()} == {torch.float16}
+    loaded, settings = load_scorers(tmp_path / "fp16")
+    assert settings == load_scorers(tmp_path / "fp32")[1]
+    for p, q in zip(layers.parameters(), loaded.parameters(), strict=True):
+        assert q.dtype == torch.float32 and torch.equal(p.half().float(), q)
+    assert any(not torch.equal(p, q) for p, q in zip(layers.parameters(), loaded.parameters()))
+    k, v = tokens(50, dtype=torch.float32)
+    assert torch.allclose(layers[0](k, v), loaded[0](k, v), atol=1e-2)
+    save_scorers(loaded, tmp_path / "again", SPEC)  # fp32 again, unless asked
+    assert {t.dtype for t in load_file(tmp_path / "again" / "scorer.safetensors").values()} == {torch.float32}
+    with torch.no_grad():
+        loaded[1].alpha.fill_(1e5)  # above what fp16 has
+    with pytest.raises(ValueError, match="1.alpha is not finite in float16"):
+        save_scorers(loaded, tmp_path / "large", SPEC, dtype=torch.float16)
+    assert not (tmp_path / "large").exists()
+
+
 def test_save_refuses_what_it_could_not_load(tmp_path):
+    for dtype in (torch.bfloat16, torch.float64, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=f"{dtype} is not supported: store float32 or float16"):
+            save_scorers([make("kvpop")], tmp_path, SPEC, dtype=dtype)
     with pytest.raises(ValueError, match="lack 'budget'"):
         save_scorers([make("kvpop")], tmp_path, {"n_sink": 4, "window": W})
     with pytest.raises(ValueError, match="window 16, not 8"):
@@ -553,7 +577,10 @@ def test_load_names_what_is_wrong(tmp_path):
     refused({n: t for n, t in good.items() if n != "1.w_v"}, "1.w_v is missing")
     refused({**good, "0.w_extra": torch.zeros(2)}, "0.w_extra is not ours")
     refused({**good, "0.alpha": torch.zeros(H + 1)}, "0.alpha", f"[{H + 1}]", f"[{H}]")
-    refused({**good, "1.w_gate": good["1.w_gate"].bfloat16()}, "1.w_gate is BF16")
+    refused({**good, "1.w_gate": good["1.w_gate"].bfloat16()}, "1.w_gate is BF16", "not F32 or F16")
+    refused({**good, "1.w_gate": good["1.w_gate"].double()}, "1.w_gate is F64")
+    refused({**good, "1.w_gate": good["1.w_gate"].int()}, "1.w_gate is I32")
+    refused({**good, "1.w_gate": good["1.w_gate"].half()[:-1]}, "1.w_gate is F16")
     refused({"0.alpha": torch.zeros(1), "x": torch.zeros(1)}, "0.w_q is missing", "1.w_q is missing", "x is not ours",
             "0.alpha is F32 [1]")
     save_file(good, path)

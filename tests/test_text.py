@@ -85,6 +85,11 @@ def test_chats_become_text_in_the_style_of_the_model(tmp_path):
     assert ids.tolist() == encode_chat(tok, chat) and tok.added["<|im_end|>"] in ids
     with pytest.raises(ValueError, match="holds chats: they need the chat template"):
         list(read_documents(path, "messages"))
+    (chat, _) = read_documents(path, "messages", style=CHATML)  # a model whose template has no place for thoughts
+    assert "".join(text for text, _ in chat).endswith("assistant\n<think>\neasy\n</think>\n\n4<|im_end|>\n")
+    call = dict(role="assistant", content="", tool_calls=[dict(name="python")])
+    path = jsonl(tmp_path / "y.jsonl", [{"messages": [user, call]}])
+    assert list(read_documents(path, "messages", style=QWEN3)) == [None]
 
 
 @pytest.mark.parametrize("name, content, named", [

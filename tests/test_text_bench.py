@@ -12,6 +12,7 @@ import torch
 
 import bench
 from data import text_bench
+from data.figures import draw_positions
 from data.results import bootstrap
 from data.scorer_files import save_scorers
 from data.text import write_tokens
@@ -247,22 +248,47 @@ def test_held_out_documents(run, shipped, tmp_path, capsys):
 
 def test_figure(run, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
+    from PIL import Image
     rows = run("text", *text_args("--policies", "streaming", "oracle", "--budgets", 20, 30))[1]["rows"]
     shown = []
     monkeypatch.setattr(pyplot, "close", shown.append)
     assert bench.main(["figures", "--name", "text"]) == 0
     assert (tmp_path / "assets/text.png").read_bytes()[:4] == b"\x89PNG"
-    top, bottom = shown[0].axes
-    labels = {t.get_text() for t in top.texts}
-    assert labels == {"dense (all entries)", "streaming, 20 entries", "streaming, 30 entries", "oracle, 20 entries",
-                      "oracle, 30 entries"}
-    assert "perplexity" in top.get_ylabel() and "dense" in bottom.get_ylabel() and "tokens" in bottom.get_xlabel()
-    for ax, value in ((top, lambda r: r["perplexity_by_position"]), (bottom, lambda r: [
-            a / b for a, b in zip(r["perplexity_by_position"], rows[0]["perplexity_by_position"])])):
-        drawn = {tuple(line.get_ydata()) for line in ax.lines}
-        assert {tuple(value(row)) for row in rows} <= drawn
-        looks = Counter((line.get_marker(), line.get_linestyle(), line.get_color()) for line in ax.lines[:len(rows)])
-        assert max(looks.values()) == 1
+    picture = Image.open(tmp_path / "assets/text.png")
+    assert picture.mode == "L" and picture.size[0] > 900
+    assert [ax.get_title() for ax in shown[0].axes] == ["20 entries", "30 entries", "", ""]
+    dense = rows[0]["perplexity_by_position"]
+    for i, budget in enumerate((20, 30)):
+        top, bottom = shown[0].axes[i], shown[0].axes[2 + i]
+        mine = [row for row in rows if row["budget"] in (None, budget)]
+        for ax, over in ((top, [1] * len(dense)), (bottom, dense)):
+            assert {t.get_text() for t in ax.texts} == {"dense", "streaming", "oracle"}
+            drawn = {tuple(line.get_ydata()) for line in ax.lines}
+            assert {tuple(a / b for a, b in zip(row["perplexity_by_position"], over)) for row in mine} <= drawn
+            looks = Counter((line.get_marker(), line.get_linestyle(), line.get_color()) for line in ax.lines[:3])
+            assert max(looks.values()) == 1 and list(ax.lines[3].get_xdata()) == [budget, budget]
+        assert "tokens" in bottom.get_xlabel()
+    assert "perplexity" in shown[0].axes[0].get_ylabel() and "dense" in shown[0].axes[2].get_ylabel()
+
+
+def test_figure_of_trained_policies_and_many_rows(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    shown = []
+    monkeypatch.setattr(pyplot, "close", shown.append)
+
+    def row(policy, budget, y, n_sink=4, **more):
+        return dict(policy=policy, budget=budget, n_sink=n_sink, model="m", weights="base", n_documents=2,
+                    perplexity_by_position=[y, y + 1.0], **more)
+    rows = [row("dense", None, 5, n_sink=None), row("kvpop", 64, 6), row("kvpop", 64, 7) | dict(model="n"),
+            row("streaming", 64, 8), row("streaming", 64, 80, n_sink=0)]
+    draw_positions(tmp_path / "x.png", rows, [0, 50, 100])
+    top = shown[0].axes[0]
+    assert {t.get_text() for t in top.texts} == {"dense", "kvpop, 4 sinks (m)", "kvpop, 4 sinks (n)",
+                                                 "streaming, 4 sinks", "streaming, 0 sinks"}
+    assert [line.get_color() for line in top.lines[1:5]] == ["black", "black", "0.45", "0.45"]
+    with pytest.raises(ValueError, match="no row of dense"):
+        draw_positions(tmp_path / "y.png", rows[1:], [0, 50, 100])
+    draw_positions(tmp_path / "z.png", rows[:1], [0, 50, 100])  # dense alone
 
 
 # ---------------------------------------------------------------------------------------------------------------------
