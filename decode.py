@@ -532,7 +532,7 @@ def parse_args(argv):
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
     add("--compile", action=argparse.BooleanOptionalAction,
-        help="on a GPU, blocks through torch.compile: some 20 s, then faster steps (default: from a billion parameters)")
+        help="on a GPU, blocks through torch.compile: 20 s, then faster steps (default: from a billion parameters)")
     add("--picture", metavar="FILE.png", help="draw which tokens each layer still holds at the end")
     return parser.parse_args(argv)
 

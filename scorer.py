@@ -72,8 +72,8 @@ def mlstm_chunkwise(q, k, v, ig, lf, chunk=64):
     return h.flatten(2, 3)[:, :, :T], C[:, :, -1], norm[:, :, -1], m[:, :, -1]
 
 def best_chunk(T, head_dim):
-    """The chunk, a power of two, with the fewest products: T * L * 3 D/2 inside chunks of L, (T / L)^2 * D^2 / 2 from one
-    to the next. 64 at 2k, 128 at 16k, 256 at 128k tokens of head_dim 128."""
+    """The chunk, a power of two, with the fewest products: T * L * 3 D/2 inside chunks of L, (T / L)^2 * D^2 / 2 from
+    one to the next. 64 at 2k, 128 at 16k, 256 at 128k tokens of head_dim 128."""
     return 1 << max(4, round(math.log2(max(1, 2 * T * head_dim / 3)) / 3))
 
 # ----------------------------------------------------------------------------------------- The common shape of a policy

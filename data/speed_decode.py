@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import flex_masks
 from data.prompts import SHIPPED
-from data.results import earlier_rows, print_table, write_results
+from data.results import RESULTS, earlier_rows, print_table, write_results
 from data.speed import Timer, add_options, card, guarded, median_ms, peak_bytes, release
 from decode import KVCache, block_in_chunks, dense_spec, fuse_scorers, make_step, prefill, step
 from flex_masks import TILE, CacheSpec, pyplot
@@ -471,10 +471,12 @@ def latency(points):
 
 
 def draw_decode(path, rows):
-    """Time to the last token and memory at the peak against the generated length, two axes a batch. A line ends where
-    memory did not suffice."""
+    """Time to the last token and memory at the peak against the generated length, two axes a batch of several lengths.
+    A line ends where memory did not suffice."""
     plt = pyplot()
-    batches = sorted({r["batch"] for r in rows})
+    lengths = {batch: {r["T"] for r in rows if r["batch"] == batch and r["ms_per_token"]}
+               for batch in sorted({r["batch"] for r in rows})}
+    batches = [batch for batch in lengths if len(lengths[batch]) > 1] or list(lengths)[:1]
     fig, axes = plt.subplots(2, len(batches), figsize=(5.2 * len(batches), 8.5), squeeze=False, layout="constrained")
     lines = list(dict.fromkeys((r["policy"], r["budget"]) for r in rows))
     for column, batch in enumerate(batches):
@@ -489,9 +491,11 @@ def draw_decode(path, rows):
                          label=policy + (f", budget {budget}" if budget else ""))
             axes[0, column].plot(T, latency([(r["T"], r["ms_per_token"]) for r in mine]), **style)
             axes[1, column].plot(T, memory, **style)
+        axes[0, column].set_yscale("log")
+        axes[1, column].set_ylim(bottom=0)
         for ax, what in zip(axes[:, column], ("seconds to the last token", "GiB at the peak, weights included")):
-            ax.set(xscale="log", yscale="log", xlabel="generated tokens", ylabel=what, title=f"batch {batch}")
-            ticks = sorted({r["T"] for r in rows})
+            ax.set(xscale="log", xlabel="generated tokens", ylabel=what, title=f"batch {batch}")
+            ticks = sorted(T for T in lengths[batch] if T & (T - 1) == 0) or sorted(lengths[batch])
             ax.set_xticks(ticks, [f"{t // 1024}k" if t % 1024 == 0 else str(t) for t in ticks])
             ax.xaxis.minorticks_off()
             ax.grid(color="0.9")
@@ -559,7 +563,9 @@ def decode(args):
     for what, floors in cost["floor_ms"].items():
         print(f"  {what}: " + ", ".join(f"{ms:.3f}" for ms in floors))
     model, lengths, checked = random_model(config, device, dtype).fuse(), sorted(set(args.lengths)), {}
-    extra = dict(settings, cost_card=cost)
+    extra, path = dict(settings, cost_card=cost), RESULTS / f"{name}.json"
+    if rows and "real_run" in (before := read_json(path)):
+        extra["real_run"] = before["real_run"]
     for batch in args.batches:
         for policy in args.policies:
             for budget in [None] if policy.startswith("dense") else args.budgets:
@@ -570,7 +576,7 @@ def decode(args):
                 with torch.no_grad():
                     rows += measure(policy, model, batch, budget, todo, args, bandwidth, device, dtype, checked)
                 release(device)
-                if checked and "real_run" not in extra:
+                if checked and extra.get("real_run") is not checked:
                     extra["real_run"] = checked
                     print(f"{checked['T']} tokens one after the other: {checked['seconds']:.1f} s, "
                           f"{checked['ratio']:.3f} of what the steps add up to")
