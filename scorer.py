@@ -510,8 +510,11 @@ class MLSTM(LearnedScorer, name="kvpop"):
     def read(self, h, skip):
         """What was read, h (.., D/2), and the token's own, skip (.., skip_width), H_kv in front of the last but one
         -> score (..)."""
-        heads = torch.cat([self.w_score, self.w_skip_score], dim=1).squeeze(-1).to(h.dtype)  # (H_kv, D/2 + skip_width)
-        return (F.silu(torch.cat([h, skip], dim=-1)) * heads[:, None]).sum(-1)
+        heads = torch.cat([self.w_score, self.w_skip_score], dim=1).to(h.dtype)  # (H_kv, D/2 + skip_width, 1)
+        both = F.silu(torch.cat([h, skip], dim=-1))
+        if torch.compiler.is_compiling() or both.shape[2] == 1:  # part of the kernel that makes them
+            return (both * heads.mT).sum(-1)
+        return (both @ heads).squeeze(-1)  # weight gradients row by row: the same for any way to cut a batch
 
     def score_all(self, k, v, real):
         T = k.shape[2]
