@@ -31,6 +31,7 @@ from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, la
 from data.resolve import resolve_policy, resolve_spec, weights_folder
 from data.sampling import sample
 from data.scorer_files import load_scorers
+from data.traces import FAMILIES
 from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
 from model import GraphedStep, ModelConfig, Transformer, load_model, read_json
 from scorer import LEARNED, POLICIES, check_window, make_scorers
@@ -594,7 +595,7 @@ def run(args):
         ids = None if code else next(prompts, None)
     say("\n".join(summary(result, policy, config, spent)))
     if problem is not None:
-        usual = not how["temperature"] and (args.n_sink, args.window) == (None, None)
+        usual = problem.family in FAMILIES and not how["temperature"] and (args.n_sink, args.window) == (None, None)
         record = known_record(policy, spec and spec.budget, folder, weights) if usual else ""
         say(verdict(problem, result.tokens[0], record))
     if args.picture and result.seen[0]:

@@ -268,8 +268,8 @@ def lay_side_by_side(linears):
 
 
 def side_by_side(x, linears, fused):
-    """[linear(x) for linear in linears], in one product where their weights lie in `fused`."""
-    if fused is None:
+    """[linear(x) for linear in linears], in one product where their weights lie in `fused`, which has no gradient."""
+    if fused is None or torch.is_grad_enabled():
         return [linear(x) for linear in linears]
     return F.linear(x, fused).split([linear.out_features for linear in linears], dim=-1)
 

@@ -500,7 +500,8 @@ class MLSTM(LearnedScorer, name="kvpop"):
         """x (.., 2D), with H_kv first or in front of the last but one, times all weights at once: query, key and value
         (.., D/2), gates (.., 2) and skip (.., skip_width). x is read once, and five narrow products take longer."""
         names = ("w_q", "w_k", "w_v", "w_gate", "w_skip")
-        w = torch.cat([getattr(self, name) for name in names], dim=-1) if self.fused is None else self.fused
+        separate = self.fused is None or torch.is_grad_enabled()  # gradients go to the parameters, not to their buffer
+        w = torch.cat([getattr(self, name) for name in names], dim=-1) if separate else self.fused
         if torch.compiler.is_compiling() and x.dim() == 3 and x.shape[1] <= 8:  # a step of a few rows: a reduction
             y = (x[..., None] * w[:, None].to(x.dtype)).sum(-2)  # reads w faster than a GEMM does
         else:

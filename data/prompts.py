@@ -43,7 +43,7 @@ def add_flags(parser):
     add("--system", metavar="TEXT", help="system prompt of the chat (default: the template's)")
     add("--thinking", action=argparse.BooleanOptionalAction, help="whether a Qwen3 thinks first (default: it does)")
     add("--problem", type=int, metavar="N", help="number of the generated test problem (default: 0)")
-    add("--family", help="family of the generated problem, arith or walk (default: arith)")
+    add("--family", help="family of the generated problem, arith, walk or mark (default: arith)")
     own = "in a chat the checkpoint's"
     add("--temperature", type=float, help=f"0 is greedy (default: 0; {own})")
     add("--top-p", type=float, help=f"share of probability to sample from (default: 1; {own})")
@@ -82,6 +82,8 @@ def open_prompts(args, folder, tokenizer):
         return iter([tokenizer.prefix + tokenizer.encode(read_prompt(args))]), None, None
     if not isinstance(tokenizer, ByteTokenizer):
         raise ValueError("no prompt: give --prompt, --prompt-file or --chat (generated problems are for bytes)")
+    if (args.problem or 0) < 0:
+        raise ValueError(f"--problem is a number from 0, got {args.problem}")
     problem = make_problem(args.family or FAMILIES[0], args.problem or 0, "test")
     return iter([tokenizer.encode(problem.prompt)]), problem, None
 

@@ -53,13 +53,17 @@ def checkpoint(args):
     and decodes as a real one. --tokenizer: a folder whose tokenizer is copied, which --data and chats need; it may have
     fewer tokens than the model."""
     config = shape_of(args.shape)
+    if args.layers < 0 or not 0 < args.shard_gb < math.inf:
+        raise ValueError(f"--layers must not be below 0, and --shard-gb above 0, got {args.layers} and {args.shard_gb}")
+    if Path(args.out).is_file():
+        raise ValueError(f"--out {args.out} is a file: choose a folder")
     config.dtype, config.n_layer = "bfloat16", args.layers or config.n_layer
     if args.tokenizer and not (Path(args.tokenizer) / "tokenizer.json").is_file():
         raise ValueError(f"--tokenizer {args.tokenizer} has no tokenizer.json")
     total = write_checkpoint(args.out, config, int(args.shard_gb * 1e9), args.seed)
     if args.tokenizer:
         copy_companions(args.tokenizer, args.out)
-    print(f"wrote {args.out}: {total / 1e9:.2f} GB of weights"
+    print(f"wrote {args.out}: {total / 1e9:.3g} GB of weights"
           + ("" if args.tokenizer else f"; no tokenizer, which would be {COMPANIONS[0]} and {COMPANIONS[1]}"))
 
 

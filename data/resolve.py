@@ -22,8 +22,8 @@ def named_folder(folder, name):
     if name.startswith(".") and not local.is_dir():
         bare = "" if (Path(folder) / "config.json").is_file() else ", which has no config.json,"
         raise FileNotFoundError(f"the scorer in {folder}{bare} belongs to a checkpoint that is not there: put its "
-                                f"folder at {os.path.normpath(local)}, or name another under \"base\" and \"weights\" in "
-                                f"{Path(folder) / 'scorer.json'}")
+                                f"folder at {os.path.normpath(local)}, or name another under \"base\" and \"weights\" "
+                                f"in {Path(folder) / 'scorer.json'}")
     return local if local.is_dir() else resolve_checkpoint(name)
 
 

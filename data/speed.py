@@ -332,7 +332,7 @@ def tune_options(T, budget, args, device, options):
 
 
 def loss_curves(steps, device):
-    """`steps` steps of train.py on traces with keys in the order of their lifetimes, and again in the order of time: the
+    """`steps` steps of train.py on traces with keys in the order of their lifetimes, and again in that of time: the
     same masks, sums in another order -> its losses by step, and how far they part, relative to the larger one."""
     import train  # it is no part of the other measurements
     found = dict(steps=steps)
@@ -389,8 +389,8 @@ def attention(args):
     this process), ratio_fwd, ratio_fwd_bwd (ours / dense), transposed_ms (the pass that makes the scorer's targets, in
     its bounded form), transposed_free_ms (in its unbounded form), causal_flex_fwd_ms (FlexAttention, causal, time
     order), plan_peak_mib (what scores to tables take at most), kernel, reduced, oom (the figures for which memory did
-    not suffice). With --train-steps the file has loss_curves too. Medians of up to 20 runs between CUDA events after two
-    that do not count. Rows that the file has already are kept, so an interrupted run goes on.
+    not suffice). With --train-steps the file has loss_curves too. Medians of up to 20 runs between CUDA events after
+    two that do not count. Rows that the file has already are kept, so an interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":

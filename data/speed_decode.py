@@ -511,9 +511,9 @@ def draw_decode(path, rows):
 
 def decode(args):
     """A decode step on random weights of a model's shape, at --lengths positions, under each policy: dense (a plain
-    static cache of T slots, SDPA without a mask, by the backend that decode.step takes), dense-slots (decode.py's own dense
-    policy), streaming, kvpop-mlp and kvpop (decode.py, N slots), dms-ragged (heads of unequal length, mean = budget:
-    10 % of them keep all T tokens, or as many as that mean allows, the rest lie near the window; the faster of
+    static cache of T slots, SDPA without a mask, by the backend that decode.step takes), dense-slots (decode.py's own
+    dense policy), streaming, kvpop-mlp and kvpop (decode.py, N slots), dms-ragged (heads of unequal length, mean =
+    budget: 10 % of them keep all T tokens, or as many as that mean allows, the rest lie near the window; the faster of
     FlexAttention on one flat buffer a layer and SDPA on each head's view). First a cost card.
 
     No T tokens are decoded: the cache is filled with random keys and values as if they had been, and the step of

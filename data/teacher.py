@@ -43,8 +43,11 @@ class TaughtRows(torch.utils.data.Dataset):
         def begin():
             made = read_json(path) if path.is_file() else None
             if made is None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_json(path, way)
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    write_json(path, way)
+                except OSError as error:
+                    raise ValueError(f"cannot write to --teacher {folder}: {error.strerror}") from None
             elif differ := [name for name in way if made.get(name) != way[name]]:
                 raise ValueError(f"--teacher {folder} holds logits of another {' and another '.join(differ)} "
                                  f"({made.get(differ[0])!r}, not {way[differ[0]]!r}): give another folder or delete it")

@@ -112,6 +112,12 @@ def test_a_generated_problem_by_default(decode, folders):
     assert done.out == expected(folders / "kvpop", make_problem("arith", 0, "test").prompt, 5)
 
 
+def test_the_record_is_of_the_task_alone(capsys):
+    for family, known in (("walk", True), ("mark", False)):
+        assert main(["--device", "cpu", "--family", family, "--max-new-tokens", "1"]) == 0
+        assert ("this checkpoint: 499 of 512 right" in capsys.readouterr().err) == known
+
+
 def test_prompt_file_stdin_sampling_and_flags(decode, folders, tmp_path):
     prompt = "W| k>zc57 c>kb8 k-g?\n"
     (tmp_path / "p.txt").write_text(prompt)
@@ -267,7 +273,7 @@ def test_bad_flags(decode, folders, args, words):
     (("--prompt", "A| M=1 \u00e9"), ("byte 0xc3", "offset 7")),
     (("--prompt", "A| M=1 &"), ("byte 0x26", "offset 7")),
     (("--prompt-file", "/no/such/file"), ("/no/such/file", "--prompt-file")),
-    (("--family", "sudoku"), ("unknown family 'sudoku'", "arith"))])
+    (("--family", "sudoku"), ("unknown family 'sudoku'", "arith")), (("--problem", "-1"), ("--problem", "-1"))])
 def test_bad_prompts(decode, folders, prompt, words):
     refused(decode("--model", folders / "kvpop", *prompt), *words)
 

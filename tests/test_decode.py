@@ -649,9 +649,15 @@ def test_a_captured_compiled_step_equals_an_eager_one(policy):
 def test_fused_products_are_the_same_model():
     """One product for q, k, v and one for gate, up: the same numbers, the same tensors by the same names."""
     model, idx = tiny_transformer(0).double(), torch.arange(12).view(2, 6)
-    before, names = model(idx, causal_attend), {n: p.clone() for n, p in model.state_dict().items()}
-    model.fuse()
-    assert (model(idx, causal_attend) - before).abs().max() < 1e-12
+    names = {n: p.clone() for n, p in model.state_dict().items()}
+    layers = list(model.model.layers.parameters())
+    slopes = lambda: torch.autograd.grad(model(idx, causal_attend).square().sum(), layers)  # noqa: E731
+    wanted = slopes()
+    with torch.no_grad():
+        before = model(idx, causal_attend)
+        model.fuse()
+        assert (model(idx, causal_attend) - before).abs().max() < 1e-12
+    assert all((slope - want).abs().max() < 1e-12 for slope, want in zip(slopes(), wanted, strict=True))
     assert list(model.state_dict()) == list(names) and all(torch.equal(p, names[n]) for n, p in
                                                            model.state_dict().items())
     attn = model.model.layers[0].self_attn
@@ -659,7 +665,7 @@ def test_fused_products_are_the_same_model():
         len(p.weight) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
     with torch.no_grad():
         attn.v_proj.weight.mul_(2)
-    assert (model(idx, causal_attend) - before).abs().max() > 1e-3
+        assert (model(idx, causal_attend) - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 4096])

@@ -59,6 +59,13 @@ def test_a_folder_with_a_model_is_left_alone(tmp_path, capsys):
     assert not (tmp_path / "n").exists()
 
 
+@pytest.mark.parametrize("args, word", [(("--layers", "-1"), "--layers"), (("--shard-gb", "0"), "--shard-gb"),
+                                        (("--out", __file__), "is a file")])
+def test_what_cannot_be_made_is_refused(tmp_path, capsys, args, word):
+    assert bench.main(["checkpoint", "--shape", "traces", "--out", str(tmp_path / "n"), *args]) == 2
+    assert word in capsys.readouterr().err and not (tmp_path / "n").exists()
+
+
 def test_the_command_makes_what_training_takes(root, tmp_path, capsys, monkeypatch):  # noqa: F811
     """The whole way: shards, tokens of a smaller tokenizer, a trained base, a frozen one, text."""
     monkeypatch.setattr(random_checkpoint, "shape_of", lambda name: replace(CONFIG))

@@ -127,6 +127,14 @@ def test_a_full_disk_keeps_the_rows_that_are_there(kept, tmp_path, monkeypatch, 
     assert history(tmp_path / "out") == history(kept / "online")
 
 
+@pytest.mark.parametrize("folder", ["file", "folder"])
+def test_what_is_no_folder_for_logits_is_refused(kept, tmp_path, capsys, folder):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder/teacher.json").mkdir(parents=True)
+    code = run(kept, tmp_path / "out", *STEPS, "--teacher", tmp_path / folder, "--tokens", kept / "online/tokens")
+    refused(capsys, code, "cannot write to --teacher", folder)
+
+
 def test_a_damaged_row_is_named(kept, tmp_path, capsys):
     shutil.copytree(kept / "logits", tmp_path / "logits")
     path = tmp_path / "logits" / f"{TextRows(kept / 'online/tokens', 96).place(0):08d}.safetensors"
