@@ -432,12 +432,12 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     A dynamic policy has no prefill: all rows start at position 0 and step through their prompts; steps and
     decode_seconds then count from where the longest one ends.
     on_token(row, id) is called for each new token. cache: one to reuse, it is reset. graph: on a GPU, replay each step
-    as a CUDA graph, and the sampling as another. compiled: blocks through torch.compile. ahead: the host reads a token
-    while a GPU runs the next step, so that it never waits; at the end the cache has seen a token too many and cannot be
-    resumed. Rows that have stopped go through the steps unread, to keep the shapes: their slots mean nothing after
-    that. resume: the Generation of one row, to go on from. Its cache stays (a dense one grows), and the prompt,
-    behind the last token said if that was never fed, is stepped in token by token: the same state as from one prompt
-    with everything. An end token is not fed. ValueError before any work."""
+    as a CUDA graph, and the sampling as another. compiled: blocks through torch.compile, of a cache made here. ahead:
+    the host reads a token while a GPU runs the next step, so that it never waits; at the end the cache has seen a token
+    too many and cannot be resumed. Rows that have stopped go through the steps unread, to keep the shapes: their slots
+    mean nothing after that. resume: the Generation of one row, to go on from. Its cache stays (a dense one grows), and
+    the prompt, behind the last token said if that was never fed, is stepped in token by token: the same state as from
+    one prompt with everything. An end token is not fed. ValueError before any work."""
     config, weight = model.config, model.model.embed_tokens.weight
     ahead = ahead and weight.is_cuda
     max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len

@@ -42,6 +42,9 @@ class TaughtRows(torch.utils.data.Dataset):
 
         def begin():
             made = read_json(path) if path.is_file() else None
+            if made is None and next(self.folder.glob("*.safetensors"), None):
+                raise ValueError(f"--teacher {folder} has rows but no teacher.json, which says whose they are: give "
+                                 "another folder or delete it")
             if made is None:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)

@@ -104,6 +104,12 @@ def test_logits_of_another_tokenizer_are_refused(kept, tmp_path, capsys):
     refused(capsys, code, "another tokenizer")
 
 
+def test_rows_that_nobody_owns_are_refused(kept, tmp_path, capsys):
+    shutil.copytree(kept / "logits", tmp_path / "logits")
+    (tmp_path / "logits/teacher.json").unlink()
+    refused(capsys, run(kept, tmp_path / "out", *STEPS, "--teacher", tmp_path / "logits"), "no teacher.json")
+
+
 @pytest.mark.parametrize("args", [("--data", "", "--train-base"), ()])
 def test_only_where_something_is_distilled(kept, tmp_path, capsys, args):
     refused(capsys, run(kept, tmp_path / "out", *args, "--teacher", tmp_path / "logits"), "--train-base")
