@@ -1,12 +1,14 @@
 """bench.py attention: shares of tiles against brute force, scores of the shipped scorer, and a reduced run on a CPU."""
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import bench
 import flex_masks
+import train
 from data import speed
 from flex_masks import CacheSpec, effective_priority, plan
 
@@ -142,9 +144,20 @@ def test_median_leaves_out_the_first_calls():
     assert 0 < ms < 10 and len(calls) == 7  # two that do not count, five that do
 
 
-def test_loss_curves_of_both_orders():
-    """On a CPU both orders are one path, so the curves are equal; a broken base would not train."""
+def test_loss_curves_of_both_orders(monkeypatch):
+    """Both orders with the same settings, and how far their losses part; a training that fails is no curve."""
+    asked, codes = [], [0, 0, 2]
+
+    def main(argv):
+        settings = train.parse_settings(argv)
+        asked.append((settings.sort, settings.steps, settings.train_base, settings.log_every, settings.seed))
+        history = [dict(step=i, kl=0.5 + 0.1 * settings.sort * i, retention=2.0 / i, recall=0.1) for i in (1, 2)]
+        (Path(settings.out) / "log.json").write_text(json.dumps(dict(history=history)))
+        return codes.pop(0)
+    monkeypatch.setattr(train, "main", main)
     found = speed.loss_curves(2, "cpu")
-    assert [len(found[name]["kl"]) for name in ("by_lifetime", "by_time")] == [2, 2]
-    assert found["by_lifetime"]["retention"][0] > 0
-    assert found["by_lifetime"] == found["by_time"] and found["largest_difference"] == dict(kl=0.0, retention=0.0)
+    assert [sort for sort, *_ in asked] == [True, False] and asked[0][1:] == asked[1][1:] == (2, True, 1, 0)
+    assert found["by_lifetime"]["kl"] == [0.6, 0.7] and found["by_time"] == dict(kl=[0.5, 0.5], retention=[2.0, 1.0])
+    assert found["largest_difference"] == dict(kl=pytest.approx(0.2 / 0.7), retention=0.0)
+    with pytest.raises(RuntimeError, match="--sort"):
+        speed.loss_curves(2, "cpu")

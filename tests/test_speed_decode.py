@@ -206,7 +206,8 @@ def test_reduced_run(tmp_path, monkeypatch, capsys):
     assert bench.main([*command, "dense", "--n-sink", "1"]) == 2  # other settings do not overwrite
     assert bench.main(["decode", "--lengths", "1"]) == 2
     assert "real_run" not in content  # nobody asked
-    assert bench.main([*command, "kvpop", "--check", "64", "--out", "checked"]) == 0
+    assert bench.main(["decode", "--shape", "traces", "--lengths", "128", "--prefill", "0", "--policies", "kvpop",
+                       "--check", "64", "--out", "checked"]) == 0
     real = json.loads((tmp_path / "assets/results/checked.json").read_text())["real_run"]
     assert (real["policy"], real["T"], real["batch"]) == ("kvpop", 64, 1)
     assert real["seconds"] > 0 and real["ratio"] == pytest.approx(real["seconds"] / real["integrated_seconds"])
