@@ -35,7 +35,7 @@ from data.batches import collate_problems, response_mask
 from data.cases import (FREE, GEOMETRY, SAMPLING, Case, check_names, device_and_dtype, free_case, impossible,
                         retrofit_case, training)
 from data.figures import draw_accuracy, draw_positions, draw_recall, draw_retention
-from data.results import (RESULTS, Clock, bootstrap, earlier_rows, matches, pass_rates, print_table,
+from data.results import (RESULTS, Clock, Table, bootstrap, earlier_rows, matches, pass_rates, print_table, require,
                           write_results)
 from data.tokenizer import EOT, decode
 from data.traces import FAMILIES, MAX_LENGTH, check, make_problem, worth_keeping
@@ -165,16 +165,14 @@ def quality(args):
     Rows that the file has already are kept, so an interrupted run goes on; other settings need another --out.
     """
     device, dtype = device_and_dtype(args)
-    for name, low in dict(problems=1, rollout_problems=1, rollouts=0, forced_problems=1, rows=1).items():
-        if getattr(args, name) < low:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {getattr(args, name)}")
+    require(args, problems=1, rollout_problems=1, rollouts=0, forced_problems=1, rows=1)
     config, mine = ModelConfig.from_dict(read_json(Path(args.base) / "config.json")), fingerprint(args.base)
     grid = earlier_rows("tune", base_checkpoint=mine)
     jobs = [(task, case, case.spec(config)) for task in args.families for case in quality_cases(args, task, grid)]
     settings = dict(base_checkpoint=mine, problems=args.problems, rollout_problems=args.rollout_problems,
                     forced_problems=args.forced_problems, seed=args.seed, dtype=str(dtype)[6:])
     most = max(args.problems, args.rollout_problems if args.rollouts > 1 else 0)
-    rows, clock = earlier_rows(args.out, strict=True, **settings), Clock(len(jobs))
+    table, clock = Table(args.out, device, dict(base=args.base), **settings), Clock(len(jobs))
     base = load_model(args.base, device, dtype).eval()
     if plain := sorted({case.policy for _, case, _ in jobs if case.policy in FREE and case.tuned_at is None}):
         print(f"default settings, python bench.py tune has found none: {', '.join(plain)}")
@@ -185,8 +183,7 @@ def quality(args):
         who = dict(policy=case.policy, task=task, budget=case.budget, model=Path(case.folder).resolve().name)
         how = dict(weights="adapted" if case.adapted else "base", checkpoint=fingerprint(case.folder, case.weights),
                    n_sink=spec and spec.n_sink, window=spec and spec.window, options=case.options)
-        rows = [r for r in rows if matches(r, **how) or not matches(r, **who)]  # a former checkpoint's or setting's go
-        done = [r for r in rows if matches(r, **who)]
+        done = table.having(who, how)
         ways = [(1, problems[:args.problems])]
         if args.rollouts > 1 and case.policy != "oracle":
             ways.append((args.rollouts, problems[:args.rollout_problems]))
@@ -217,16 +214,15 @@ def quality(args):
                 right = [sum(v.answer_right for v in rollouts) for rollouts in verdicts]
                 peak += spec.state_entries if spec else 0
             row |= dict(n_problems=len(some), n_rollouts=n_rollouts, peak_entries=peak)
-            dense = [r["right"] for r in rows if matches(r, policy="dense", task=task, n_rollouts=n_rollouts)]
-            rows.append({**row, **pass_rates(right, n_rollouts, *dense), "seconds": clock.seconds()})
-            write_results(args.out, rows, device, base=args.base, **settings)
-        rates = ", ".join(f"{r['pass_at_1']:.4f}" for r in rows[-len(ways):] if r["pass_at_1"] is not None)
+            dense = [r["right"] for r in table.rows if matches(r, policy="dense", task=task, n_rollouts=n_rollouts)]
+            table.add({**row, **pass_rates(right, n_rollouts, *dense), "seconds": clock.seconds()})
+        rates = ", ".join(f"{r['pass_at_1']:.4f}" for r in table.rows[-len(ways):] if r["pass_at_1"] is not None)
         clock.say(f"{task}, {case.policy} on {who['model']}, {case.budget or 'all'} entries: {rates or row['note']}")
         torch.cuda.empty_cache()  # the pools of the captured steps
-    print_table(rows, ["policy", "task", "model", "weights", "budget", "compression_ratio", "pass_at_1", "ci_low",
+    print_table(table.rows, ["policy", "task", "model", "weights", "budget", "compression_ratio", "pass_at_1", "ci_low",
                        "ci_high", "relative", "token_accuracy", "kl", "recall", "n_problems", "n_rollouts",
                        "trained_tokens"])
-    print(f"wrote {write_results(args.out, rows, device, base=args.base, **settings)}")
+    print(f"wrote {table.write()}")
 
 
 def settings_grid(policy, budget):
@@ -255,8 +251,7 @@ def tune(args):
     Rows that the file has already are kept, so an interrupted run goes on.
     """
     device, dtype = device_and_dtype(args)
-    if args.problems < 1:
-        raise ValueError(f"--problems must be at least 1, got {args.problems}")
+    require(args, problems=1)
     if odd := [policy for policy in args.policies if check_policy(policy) or policy not in FREE]:
         raise ValueError(f"policy {odd[0]} has nothing to tune: choose of {', '.join(FREE)}")
     config = ModelConfig.from_dict(read_json(Path(args.base) / "config.json"))
@@ -265,32 +260,31 @@ def tune(args):
             for n_sink, window, options in settings_grid(policy, budget)]
     specs = [case.spec(config) for _, case in jobs]  # refuses a budget before any work
     settings = dict(base_checkpoint=fingerprint(args.base), problems=args.problems, seed=args.seed)
-    rows, clock = earlier_rows("tune", strict=True, **settings), Clock(len(jobs))
+    table, clock = Table("tune", device, dict(base=args.base), **settings), Clock(len(jobs))
     base = load_model(args.base, device, dtype).eval()
     for (task, case), spec in zip(jobs, specs):
         clock.start()
         row = dict(policy=case.policy, task=task, budget=case.budget, n_sink=case.n_sink, window=case.window,
                    options=case.options)
-        if any(matches(r, **row) for r in rows):
+        if any(matches(r, **row) for r in table.rows):
             continue
         problems = [make_problem(task, i, "validation") for i in range(args.problems)]
         result = dict.fromkeys(("traces_right", "token_accuracy", "kl"))
         if not (note := impossible(case, spec, max(len(p.prompt) for p in problems))):
             result |= forced(base, base, problems, *case.load(base, args.seed)[1:], args.graph)
             result["traces_right"] = sum(result["right"]) / args.problems
-        rows.append({**row, "problems": args.problems, "note": note, "seconds": clock.seconds(),
-                     **{key: result[key] for key in ("traces_right", "token_accuracy", "kl")}})
-        write_results("tune", rows, device, base=args.base, **settings)
+        table.add({**row, "problems": args.problems, "note": note, "seconds": clock.seconds(),
+                   **{key: result[key] for key in ("traces_right", "token_accuracy", "kl")}})
         outcome = note or f"traces {result['traces_right']:.3f}, bytes {result['token_accuracy']:.4f}"
         clock.say(f"{task}, {case.policy} at {case.budget}: n_sink {case.n_sink}, window {case.window} "
                   f"{case.options or ''}: {outcome}")
         torch.cuda.empty_cache()
-    print_table(rows, ["policy", "task", "budget", "n_sink", "window", "options", "traces_right", "token_accuracy",
-                       "kl"])
+    print_table(table.rows, ["policy", "task", "budget", "n_sink", "window", "options", "traces_right",
+                             "token_accuracy", "kl"])
     for task, policy, budget in dict.fromkeys((task, case.policy, case.budget) for task, case in jobs):
-        best = best_setting(free_case(policy, args.base, budget), rows, task)
+        best = best_setting(free_case(policy, args.base, budget), table.rows, task)
         print(f"best for {policy} at {budget} on {task}: n_sink {best.n_sink}, window {best.window}, {best.options}")
-    print(f"wrote {write_results('tune', rows, device, base=args.base, **settings)}")
+    print(f"wrote {table.write()}")
 
 # ----------------------------------------------------------------------------------------- Pictures, first-look, oracle
 

@@ -365,7 +365,7 @@ def force(model: Transformer, rows, spec=None, scorers=None, *, on_logits, graph
     return cache
 
 def fuse_scorers(scorers):
-    """As model.fuse, for scorers that can: a step on a GPU then has fewer and larger products."""
+    """As model.fuse, for scorers that can: a step lays no weights together and makes one product."""
     for scorer in scorers if scorers is not None else ():
         if hasattr(scorer, "fuse"):
             scorer.fuse()
@@ -569,7 +569,8 @@ def run(args):
     model, on_gpu = load_model(weights, device, dtype).eval(), torch.device(device).type == "cuda"
     compiled = on_gpu and (sum(p.numel() for p in model.parameters()) >= 1e9 if args.compile is None else args.compile)
     if on_gpu:
-        model.fuse(), fuse_scorers(scorers)
+        model.fuse()
+    fuse_scorers(scorers)
     result, ids, tokens, spent, code = None, prompt, [], Counter(), 0
     while ids is not None and not code:
         write, room, cap = Writer(tokenizer), limit - len(tokens) - len(ids), args.max_new_tokens

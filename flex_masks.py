@@ -549,14 +549,16 @@ def fused_attention(q, k, v, block_mask, **options):
     return out[:, :, :T, :D_v], aux.lse[:, :, :T]
 
 
-def attention_tables(evict_at, spec=None, compiled=False):
-    """What `attention` makes of evict_at ahead of its kernel, for those who call it twice: a key_order, a BlockMask in
-    time order, or None where there is no kernel."""
-    if not has_kernel(evict_at):
-        return None
+def kernel_tables(evict_at, spec=None, compiled=False):
+    """What the kernel needs to know of evict_at: a key_order, or a BlockMask in time order."""
     if spec is not None and 2 * spec.n_slots <= evict_at.shape[-1]:  # below that few tiles are empty in any order
         return key_order(evict_at, spec, compiled=compiled)
     return evict_at_block_mask(evict_at)
+
+
+def attention_tables(evict_at, spec=None, compiled=False):
+    """kernel_tables for those who call `attention` twice; None where there is no kernel."""
+    return kernel_tables(evict_at, spec, compiled) if has_kernel(evict_at) else None
 
 
 def attention(q, k, v, evict_at, spec=None, tables=None, compiled=False, kernel_options=None):
@@ -572,7 +574,7 @@ def attention(q, k, v, evict_at, spec=None, tables=None, compiled=False, kernel_
     (B, H, T, _), H_mask = q.shape, evict_at.shape[1]
     if not has_kernel(q):
         return dense_reference(q, k, v, generate_evict_at_mask_mod(evict_at, H // H_mask), causal=True)
-    tables = attention_tables(evict_at, spec, compiled) if tables is None else tables
+    tables = kernel_tables(evict_at, spec, compiled) if tables is None else tables
     if not isinstance(tables, BlockMask):
         return lifetime_attention(q, k, v, evict_at, spec, kernel_options=kernel_options, tables=tables)
     q, k, v = (x.reshape(B * H_mask, -1, T, x.shape[3]) for x in (q, k, v))

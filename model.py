@@ -254,16 +254,12 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(acc), self.weight.shape, self.weight.to(acc), self.eps).to(x.dtype)
 
 
-def lay_side_by_side(linears):
-    """Put the weights of linear maps of one input into one buffer, of which they become parts -> (sum of outputs,
-    inputs). One product then does for all of them, and no memory is added. Biases are refused (None): no model that
-    decodes fast has them."""
-    if any(linear.bias is not None for linear in linears):
-        return None
-    weights = [linear.weight for linear in linears]
-    fused = torch.cat([w.data for w in weights])
-    for w, part in zip(weights, fused.split([len(w) for w in weights])):
-        w.data = part
+def lay_side_by_side(parameters, dim=0):
+    """Put parameters that multiply the same input into one buffer along dim, of which they become parts: one product
+    then does for all of them, and no memory is added. -> the buffer."""
+    fused = torch.cat([p.data for p in parameters], dim)
+    for p, part in zip(parameters, fused.split([p.shape[dim] for p in parameters], dim)):
+        p.data = part
     return fused
 
 
@@ -369,8 +365,9 @@ class Transformer(nn.Module):
         names, in new places, so call it after moving the model and before anything is captured in a CUDA graph."""
         for block in self.model.layers:
             attn, mlp = block.self_attn, block.mlp
-            attn.fused = lay_side_by_side((attn.q_proj, attn.k_proj, attn.v_proj))
-            mlp.fused = lay_side_by_side((mlp.gate_proj, mlp.up_proj))
+            for part, linears in ((attn, (attn.q_proj, attn.k_proj, attn.v_proj)), (mlp, (mlp.gate_proj, mlp.up_proj))):
+                if all(linear.bias is None for linear in linears):  # with biases it stays as it is
+                    part.fused = lay_side_by_side([linear.weight for linear in linears])
         return self
 
     def rope(self, input_pos):

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from model import lay_side_by_side
+
 POLICIES = ("dense", "streaming", "random", "random-prompt", "knorm", "keydiff", "tova-layer", "tova-head", "h2o",
             "h2o-mean", "snapkv", "rkv", "vase", "dms-cap", "kvpop-mlp", "kvpop", "kvpop-nodelay", "position", "oracle")
 LEARNED = ("dms-cap", "kvpop-mlp", "kvpop", "kvpop-nodelay", "position")  # these need a checkpoint
@@ -450,13 +452,16 @@ class MLSTM(LearnedScorer, name="kvpop"):
         score_u = a^T SiLU(h_u) + c^T SiLU(W_s x_u),   h_u = phi(q_u)^T C_q / phi(q_u)^T n_q,   q = u + window
         phi(z) = [softmax(z); softmax(-z)] (Hedgehog), i = exp(a_i), f = sigmoid(a_f), a = 15 tanh(linear(x) / 15)
 
-    Features are positive, so h is a convex mix of past values. State per row and head: C (D, D/2), n (D), m (1), fp32.
+    Features are positive, so h is a convex mix of past values. State per row and head, fp32: m (1), and C
+    (D/2 + 1, D), transposed and with n as its last row, the memory of a value that is always 1: one read and one write.
     Start: W_q = W_k = random orthonormal columns on the key half of x, W_v on the value half: that keeps the RMS of a
     key at every head_dim (softmax neither flat nor one-hot), and a token reads the values of keys like its own. a = c =
     0: equal scores, so with decay it begins as StreamingLLM. Gate weights 0, input bias 0, forget bias over heads log
     window - 1 to log window + 2: a memory of a third of a window to about five. What the delayed read is for happened
     within one; a memory of many (biases 5 to 8 at a window of 64) drowns it and hardly shortens in a whole training.
     skip_width: default D, 0 = none. delay: None = window, 0 = read at the token's own time (see kvpop-nodelay)."""
+    projections = ("w_q", "w_k", "w_v", "w_gate", "w_skip")  # all that multiplies a token, in the order of `project`
+
     def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=None, soft_cap=15.0,
                  delay=None, **options):
         super().__init__(n_kv_head, head_dim, window, layer, seed, **options)
@@ -481,11 +486,7 @@ class MLSTM(LearnedScorer, name="kvpop"):
     def fuse(self):
         """Lay all that multiplies x in one buffer, of which the parameters become parts: a decode step then has one
         product in place of five. Call it once the scorer is where it will decode; it can still be trained."""
-        names = ("w_q", "w_k", "w_v", "w_gate", "w_skip")
-        parts = [getattr(self, name) for name in names]
-        self.fused = torch.cat([p.data for p in parts], dim=-1)  # (H_kv, 2D, 3 D/2 + 2 + skip_width)
-        for p, part in zip(parts, self.fused.split([p.shape[-1] for p in parts], dim=-1)):
-            p.data = part
+        self.fused = lay_side_by_side([getattr(self, name) for name in self.projections], dim=-1)
 
     @staticmethod
     def phi(z):
@@ -499,14 +500,14 @@ class MLSTM(LearnedScorer, name="kvpop"):
     def project(self, x):
         """x (.., 2D), with H_kv first or in front of the last but one, times all weights at once: query, key and value
         (.., D/2), gates (.., 2) and skip (.., skip_width). x is read once, and five narrow products take longer."""
-        names = ("w_q", "w_k", "w_v", "w_gate", "w_skip")
+        parts = [getattr(self, name) for name in self.projections]
         separate = self.fused is None or torch.is_grad_enabled()  # gradients go to the parameters, not to their buffer
-        w = torch.cat([getattr(self, name) for name in names], dim=-1) if separate else self.fused
+        w = torch.cat(parts, dim=-1) if separate else self.fused  # (H_kv, 2D, 3 D/2 + 2 + skip_width)
         if torch.compiler.is_compiling() and x.dim() == 3 and x.shape[1] <= 8:  # a step of a few rows: a reduction
             y = (x[..., None] * w[:, None].to(x.dtype)).sum(-2)  # reads w faster than a GEMM does
         else:
             y = x @ w.to(x.dtype)
-        return y.split([getattr(self, name).shape[-1] for name in names], dim=-1)
+        return y.split([p.shape[-1] for p in parts], dim=-1)
 
     def read(self, h, skip):
         """What was read, h (.., D/2), and the token's own, skip (.., skip_width), H_kv in front of the last but one

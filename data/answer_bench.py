@@ -11,8 +11,8 @@ from data.answers import is_right, read_questions
 from data.cases import FREE, SAMPLING, add_flags, identity, impossible, open_checkpoint, training
 from data.chat import chat_style, encode_chat, parts
 from data.prompts import stop_ids
-from data.results import Clock, Table, matches, pass_rates, print_table
-from data.text_bench import NEEDS_FUTURE, crc, require, weights_of_base
+from data.results import Clock, Table, matches, pass_rates, print_table, require
+from data.text_bench import NEEDS_FUTURE, crc, weights_of_base
 from decode import check_request, generate
 
 

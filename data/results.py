@@ -2,7 +2,7 @@
 
 - `write_results`, `earlier_rows`: one file a run, whole or not at all; a later run goes on from its rows;
 - `bootstrap`, `pass_rates`: 95 % intervals, problems kept in pairs with the reference;
-- `Table`: the rows of a run that goes on where it stopped;
+- `Table`: the rows of a run that goes on where it stopped; `require`: numbers of its command line;
 - `Clock`, `print_table`: what the terminal shows.
 """
 import sys
@@ -94,6 +94,15 @@ def pass_rates(right, n_rollouts, dense=None):
         ratio = sum(share) / sum(reference), *bootstrap(share, reference)
     return dict(pass_at_1=sum(share) / len(share), ci_low=low, ci_high=high, relative=ratio[0], relative_low=ratio[1],
                 relative_high=ratio[2], right=text)
+
+
+def require(args, **lows):
+    """ValueError for the first option below its least value; options of several values are checked each."""
+    for name, low in lows.items():
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < low:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
 
 
 class Table:

@@ -1,22 +1,9 @@
 """The next token from logits: temperature, top-k, top-p, and a random number that the caller has drawn.
 
-What this file holds: sampling_probs (the filters, by sorting), most_likely, sample. Nothing here draws: the noise comes
+What this file holds: most_likely (top-k), sampling_probs (all filters), sample. Nothing here draws: the noise comes
 from outside, so that a row gets the same text in any batch, on any device, and inside a CUDA graph.
 """
 import torch
-
-
-def sampling_probs(logits, temperature, top_p=1.0, top_k=0):
-    """logits (B, V) -> fp64 probabilities in descending order (B, V), zero where filtered out, and their token ids.
-    Temperature, then top_k (0 = off; exactly k stay, lower ids first among equals), then top_p: the fewest tokens whose
-    share of what top_k left reaches top_p, at least one."""
-    logits = logits.double() - logits.amax(-1, keepdim=True)  # first, so that a tiny temperature gives no inf - inf
-    probs, ids = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    if top_k:
-        probs[:, top_k:] = 0.0
-    before = probs.cumsum(-1) - probs  # (B, V): what stands ahead of each
-    probs = probs.masked_fill(before >= top_p * probs.sum(-1, keepdim=True), 0.0) if top_p < 1 else probs
-    return probs / probs.sum(-1, keepdim=True), ids
 
 
 def most_likely(logits, k):
@@ -28,13 +15,25 @@ def most_likely(logits, k):
     return ids.where(keep, logits.shape[1]).topk(k, largest=False).values.sort().values
 
 
+def sampling_probs(logits, temperature, top_p=1.0, top_k=0):
+    """logits (B, V) -> fp64 probabilities in descending order (B, V, or top_k where that is less), zero where filtered
+    out, and their token ids. Temperature, then top_k (0 = off; exactly k stay, lower ids first among equals), then
+    top_p: the fewest tokens whose share of what top_k left reaches top_p, at least one."""
+    kept = None
+    if 0 < top_k < logits.shape[1]:  # a sort of the whole vocabulary takes longer than a layer
+        kept = most_likely(logits, top_k)
+        logits = logits.gather(1, kept)
+    logits = logits.double() - logits.amax(-1, keepdim=True)  # first, so that a tiny temperature gives no inf - inf
+    probs, ids = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    before = probs.cumsum(-1) - probs  # what stands ahead of each
+    probs = probs.masked_fill(before >= top_p * probs.sum(-1, keepdim=True), 0.0) if top_p < 1 else probs
+    return probs / probs.sum(-1, keepdim=True), ids if kept is None else kept.gather(1, ids)
+
+
 def sample(logits, noise, temperature, top_p=1.0, top_k=0):
     """logits (B, V), noise (B,) fp64 uniform in [0, 1) -> token ids (B,). temperature 0 is greedy."""
     if temperature == 0:
         return logits.argmax(-1)
-    if 0 < top_k < logits.shape[1]:  # a sort of the whole vocabulary takes longer than a layer
-        kept = most_likely(logits, top_k)
-        return kept.gather(1, sample(logits.gather(1, kept), noise, temperature, top_p)[:, None]).squeeze(1)
     probs, ids = sampling_probs(logits, temperature, top_p, top_k)
     place = (probs.cumsum(-1) <= noise[:, None]).sum(-1, keepdim=True)  # the inverse of the cumulative distribution
     place = torch.minimum(place, (probs > 0).sum(-1, keepdim=True) - 1)  # a sum rounded below 1 must not leave the set

@@ -1,8 +1,8 @@
 """bench.py attention: what attention over keys in lifetime order costs, against SDPA's dense causal attention.
 
 What this file holds:
-  Timer, median_ms             what both speed benchmarks share: device or wall time, out of memory
-  trace_priority               the shipped scorer's ranking of real traces, laid end to end to any length
+  Timer, median_ms             what all speed benchmarks share: device or wall time, out of memory
+  trace_scores, policy_scores  what ranks the keys: the shipped scorer on real traces laid end to end, random numbers
   tiles_kept, attention_row    one row: shares of tiles, times, memory
   tune_options                 FlexAttention's kernel options, tried one by one
   attention                    the benchmark; `register` gives it to bench.py
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
 
 import flex_masks
 from data.batches import collate_problems
@@ -47,7 +48,7 @@ BACKWARD = (dict(bwd_num_stages=2), dict(bwd_num_stages=4), dict(bwd_num_warps=4
 TRANSPOSED = (dict(BLOCK_M=64), dict(BLOCK_N=128), dict(num_warps=4), dict(num_stages=2), dict(num_stages=4),
               dict(USE_TMA=True))
 
-# ----------------------------------------------------------------------------------- What both speed benchmarks share
+# ----------------------------------------------------------------------------------- What all speed benchmarks share
 
 def card(device):
     return torch.cuda.get_device_name() if device == "cuda" else "CPU"
@@ -165,20 +166,15 @@ def policy_scores(policy, B, H_kv, T, device, folder=SHIPPED / "kvpop"):
     return scores, torch.full((H_kv,), DECAY, device=device).log() if policy == "decay" else None
 
 
-def in_lifetime_order(spec, T):
-    """Whether `attention` sorts the keys: where the budget is near T it stays in time order."""
-    return 2 * spec.n_slots <= T
-
-
 def tiles_kept(evict_at, spec, compiled=False):
     """Tiles that the kernel computes, and those of them that need no mask, both as shares of all (T / TILE)^2, mean
     over rows and heads; tiles of padding count, they are computed. Dense causal attention has about 0.5."""
     T = evict_at.shape[-1]
-    if in_lifetime_order(spec, T):
-        n_partial, _, n_full, _ = flex_masks.key_order(evict_at, spec, compiled=compiled)[3:7]
+    tables = flex_masks.kernel_tables(evict_at, spec, compiled)
+    if isinstance(tables, BlockMask):
+        n_partial, n_full = tables.kv_num_blocks, tables.full_kv_num_blocks
     else:
-        mask = flex_masks.evict_at_block_mask(evict_at)
-        n_partial, n_full = mask.kv_num_blocks, mask.full_kv_num_blocks
+        n_partial, _, n_full, _ = tables[3:7]
     partial, full = (n.sum().item() / len(n) / (T / TILE)**2 for n in (n_partial, n_full))
     return partial + full, full
 
@@ -241,9 +237,7 @@ class Inputs:
         return plan(effective_priority(self.scores, self.log_gamma), self.spec, self.compiled)
 
     def tables(self):  # scores to all that the kernel needs
-        if in_lifetime_order(self.spec, self.q.shape[2]):
-            return flex_masks.key_order(self.planned(), self.spec, compiled=self.compiled)
-        return flex_masks.evict_at_block_mask(self.planned())
+        return flex_masks.kernel_tables(self.planned(), self.spec, self.compiled)
 
     def attend(self, q, k, v):
         return flex_masks.attention(q, k, v, self.planned(), self.spec, compiled=self.compiled,

@@ -16,7 +16,7 @@ import torch
 
 from data.cases import add_flags, identity, impossible, open_checkpoint
 from data.chat import chat_style
-from data.results import Clock, Table, bootstrap, print_table
+from data.results import Clock, Table, bootstrap, print_table, require
 from data.text import TokenFile, needle_prompt, read_documents, split_of
 from decode import check_request, force, generate
 from model import causal_attend
@@ -24,15 +24,6 @@ from targets import policy_attend
 
 LOGITS = 2**25  # at a time: 128 MiB in fp32
 NEEDS_FUTURE = {"oracle": "ranks by future attention, which no decoder has"}
-
-
-def require(args, **lows):
-    """ValueError for the first option below its least value; options of several values are checked each."""
-    for name, low in lows.items():
-        given = getattr(args, name)
-        for value in given if isinstance(given, list) else [given]:
-            if value is not None and value < low:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
 
 
 # ----------------------------------------------------------------------------- documents
