@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
 
 from data.figures import draw_kept
 from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, labels, open_prompts, resolve_device,
@@ -32,7 +33,8 @@ from data.resolve import resolve_policy, resolve_spec, weights_folder
 from data.sampling import sample
 from data.scorer_files import load_scorers
 from data.traces import FAMILIES
-from flex_masks import NEVER, CacheSpec, attention, effective_priority, plan
+import flex_masks
+from flex_masks import NEVER, TILE, CacheSpec, attention, effective_priority, plan
 from model import GraphedStep, ModelConfig, Transformer, load_model, read_json
 from scorer import LEARNED, POLICIES, check_window, make_scorers
 
@@ -145,7 +147,10 @@ class LayerCache:
         self.ring.index_put_((b, h, entry), slot.int())
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, group_size, D): a group's heads as its queries
         live = self.position >= 0  # (B, H_kv, N): all true from q = N - 1 on
-        if not self.dynamic:  # with a mask, even of True alone, SDPA may not take its fastest kernels
+        if not self.dynamic:  # with a mask, even of True alone, SDPA has only slow kernels
+            if not full and flex_masks.has_kernel(q):
+                out = flex_masks.compiled_flex_attention(grouped, self.k_cache, self.v_cache, block_mask=self.filling)
+                return out.reshape(q.shape)
             mask = None if full else live[:, :, None]
             return F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=mask).reshape(q.shape)
         with torch.autocast(q.device.type, enabled=False):  # the same attention, but with its probabilities
@@ -179,6 +184,14 @@ class KVCache:
         self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
         self.layers = [LayerCache(config, spec, batch, None if scorers is None else scorers[i], device, dtype)
                        for i in range(config.n_layer)]
+        # slots fill in order, so until the cache is full a row's live ones are a prefix of its slots
+        self.filled = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.n_tiles = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
+        tiles = torch.arange(-(-spec.n_slots // TILE), dtype=torch.int32, device=device).expand(batch, 1, 1, -1)
+        filling = BlockMask((config.group_size, spec.n_slots), self.n_tiles, tiles.contiguous(), None, None, None, None,
+                            None, None, BLOCK_SIZE=(TILE, TILE), mask_mod=lambda b, h, q, slot: slot < self.filled[b])
+        for layer in self.layers:
+            layer.filling = filling
 
     def reset(self, smaller=None):
         """Empty; or what a smaller dense cache holds, at the places where it would lie here."""
@@ -294,15 +307,21 @@ def block_step(block, slots, x, cos, sin, input_pos, full):
     return block(x, cos, sin, lambda layer, q, k, v: slots.step(q, k, v, input_pos, full), None)
 
 
-compiled_block_step = torch.compile(block_step, dynamic=False, fullgraph=True)
+# no reduction in two kernels: they are short, and each kernel costs more than it saves
+WHOLE = {"split_reductions": False}
+compiled_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options=WHOLE)
 # at batch 1 products become reductions, tried out one by one: nearer to the memory's speed, but a minute of compilation
-tuned_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options={"coordinate_descent_tuning": True})
+tuned_block_step = torch.compile(block_step, dynamic=False, fullgraph=True,
+                                 options={**WHOLE, "coordinate_descent_tuning": True})
 
 
 @torch.no_grad()
 def step(model: Transformer, idx, cache: KVCache):
     """One token per row: idx (B,) int64 -> logits (B, V). In place on the cache, without a wait for the device."""
     heads = len(idx) * model.config.n_kv_head
+    if not cache.full:
+        cache.filled.copy_((cache.input_pos + 1).clamp(max=cache.spec.n_slots))
+        cache.n_tiles.copy_((cache.filled.view(-1, 1, 1) + TILE - 1) // TILE)
     with sdpa_kernel(FEW_HEADS if heads <= 64 else MANY_HEADS, set_priority=True):
         hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None], cache.run if cache.compiled else None)
     cache.input_pos.add_(1)

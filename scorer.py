@@ -460,7 +460,9 @@ class MLSTM(LearnedScorer, name="kvpop"):
     window - 1 to log window + 2: a memory of a third of a window to about five. What the delayed read is for happened
     within one; a memory of many (biases 5 to 8 at a window of 64) drowns it and hardly shortens in a whole training.
     skip_width: default D, 0 = none. delay: None = window, 0 = read at the token's own time (see kvpop-nodelay)."""
-    projections = ("w_q", "w_k", "w_v", "w_gate", "w_skip")  # all that multiplies a token, in the order of `project`
+    # all that multiplies a token, in the order of `project`: the first two a token that leaves the window, the others
+    # one that enters it
+    projections = ("w_skip", "w_q", "w_k", "w_v", "w_gate")
 
     def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=None, soft_cap=15.0,
                  delay=None, **options):
@@ -485,8 +487,14 @@ class MLSTM(LearnedScorer, name="kvpop"):
 
     def fuse(self):
         """Lay all that multiplies x in one buffer, of which the parameters become parts: a decode step then has one
-        product in place of five. Call it once the scorer is where it will decode; it can still be trained."""
-        self.fused = lay_side_by_side([getattr(self, name) for name in self.projections], dim=-1)
+        product in place of five. What a product sums over lies side by side: of a few rows it is a reduction, and reads
+        w once, in order. Call it once the scorer is where it will decode; it can still be trained."""
+        parts = [getattr(self, name) for name in self.projections]
+        for p in parts:
+            p.data = p.data.mT.contiguous()  # (H_kv, O, 2D)
+        self.fused = lay_side_by_side(parts, dim=1).mT  # (H_kv, 2D, O)
+        for p in parts:
+            p.data = p.data.mT
 
     @staticmethod
     def phi(z):
@@ -497,17 +505,34 @@ class MLSTM(LearnedScorer, name="kvpop"):
         gate = self.soft_cap * torch.tanh(gate / self.soft_cap) if self.soft_cap else gate
         return gate[..., 0], F.logsigmoid(gate[..., 1])
 
-    def project(self, x):
-        """x (.., 2D), with H_kv first or in front of the last but one, times all weights at once: query, key and value
-        (.., D/2), gates (.., 2) and skip (.., skip_width). x is read once, and five narrow products take longer."""
+    def all_weights(self, like):
+        """All that multiplies a token, (H_kv, 2D, skip_width + 3 D/2 + 2), and the width of each part."""
         parts = [getattr(self, name) for name in self.projections]
         separate = self.fused is None or torch.is_grad_enabled()  # gradients go to the parameters, not to their buffer
-        w = torch.cat(parts, dim=-1) if separate else self.fused  # (H_kv, 2D, 3 D/2 + 2 + skip_width)
-        if torch.compiler.is_compiling() and x.dim() == 3 and x.shape[1] <= 8:  # a step of a few rows: a reduction
-            y = (x[..., None] * w[:, None].to(x.dtype)).sum(-2)  # reads w faster than a GEMM does
-        else:
-            y = x @ w.to(x.dtype)
-        return y.split([p.shape[-1] for p in parts], dim=-1)
+        return (torch.cat(parts, dim=-1) if separate else self.fused).to(like.dtype), [p.shape[-1] for p in parts]
+
+    def project(self, x):
+        """x (B, H_kv, T, 2D) times all weights at once: skip (.., skip_width), query, key and value (.., D/2), gates
+        (.., 2). x is read once, and five narrow products take longer."""
+        w, widths = self.all_weights(x)
+        return (x @ w).split(widths, dim=-1)
+
+    def project_one(self, k, v, k_leave, v_leave):
+        """The same of a decode step, (B, H_kv, D) each: skip and query of the token that leaves, the rest of the one
+        that enters. Returns (B, H_kv, .) each, but query and key as one, (B, H_kv, 2, D/2)."""
+        w, widths = self.all_weights(k)
+        n_left = sum(widths[:2])
+        if torch.compiler.is_compiling() and len(k) <= 8:  # a step of a few rows: a reduction, faster than a GEMM
+            left = (torch.arange(w.shape[-1], device=k.device) < n_left)[:, None]
+            key_part, value_part = (torch.where(left, old[:, :, None], new[:, :, None]) * part for part, old, new in
+                                    zip(w.mT.chunk(2, dim=-1), (k_leave, v_leave), (k, v)))  # (B, H_kv, O, D), not made
+            y = (key_part + value_part).sum(-1)
+        else:  # one product of both tokens, although each needs a part: two narrower ones take longer
+            x = torch.cat([z.transpose(0, 1) for z in (k_leave, v_leave, k, v)], dim=-1)  # (H_kv, B, 4D)
+            y = (x.unflatten(-1, (2, -1)).flatten(1, 2) @ w).unflatten(1, (-1, 2)).transpose(0, 1)  # (B, H_kv, 2, O)
+            y = torch.cat([y[:, :, 0, :n_left], y[:, :, 1, n_left:]], dim=-1)
+        skip, query_key, value, gate = y.split([widths[0], widths[1] + widths[2], *widths[3:]], dim=-1)
+        return skip, query_key.unflatten(-1, (2, -1)), value, gate
 
     def read(self, h, skip):
         """What was read, h (.., D/2), and the token's own, skip (.., skip_width), H_kv in front of the last but one
@@ -520,7 +545,7 @@ class MLSTM(LearnedScorer, name="kvpop"):
 
     def score_all(self, k, v, real):
         T = k.shape[2]
-        query, key, value, gate, skip = self.project(torch.cat([k, v], dim=-1))  # (B, H_kv, T, ..)
+        skip, query, key, value, gate = self.project(torch.cat([k, v], dim=-1))  # (B, H_kv, T, ..)
         k_feat, (ig, lf) = self.phi(key), self.gates(gate + self.weight("b_gate", k)[:, None])
         if real is not None:  # a pad neither enters the state nor lets it decay
             ig, lf = ig.masked_fill(~real[:, None], FLOOR), lf.masked_fill(~real[:, None], 0.0)
@@ -537,14 +562,11 @@ class MLSTM(LearnedScorer, name="kvpop"):
     def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
         if not self.delayed and self.name == "kvpop":  # nothing here keeps the score until q leaves the window
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
-        x = torch.cat([z.transpose(0, 1) for z in (k, v, k_leave, v_leave)], dim=-1)  # (H_kv, B, 4D)
-        x = x.unflatten(-1, (2, -1)).flatten(1, 2)  # (H_kv, 2B, 2D): of each row what enters and what leaves
-        enters, leaves = zip(*(z.unflatten(1, (-1, 2)).transpose(0, 1).unbind(2) for z in self.project(x)))
-        (_, key, value, gate, _), (query, _, _, _, skip) = enters, leaves  # (B, H_kv, ..)
-        ig, lf = self.gates(gate + self.weight("b_gate", x))  # (B, H_kv)
+        skip, query_key, value, gate = self.project_one(k, v, k_leave, v_leave)  # (B, H_kv, ..)
+        ig, lf = self.gates(gate + self.weight("b_gate", k))  # (B, H_kv)
         # one softmax for all features: each kernel less is time that a step has little of
-        features = torch.stack([key, -key, query, -query], dim=2).softmax(-1)  # (B, H_kv, 4, D/2)
-        k_feat, q_feat = features[:, :, :2].flatten(2), features[:, :, 2:].flatten(2)  # (B, H_kv, D)
+        sign = 1 - 2 * torch.arange(2, device=k.device)[:, None]  # (2, 1): z and -z
+        q_feat, k_feat = (query_key[:, :, :, None] * sign).softmax(-1).flatten(3).unbind(2)  # (B, H_kv, D)
         m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
         f, i = (lf + state["m"] - m).exp()[..., None], (ig - m).exp()[..., None]
         value = F.pad(value, (0, 1), value=1.0)  # (B, H_kv, D/2 + 1)

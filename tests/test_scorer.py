@@ -160,7 +160,9 @@ def test_kvpop_is_its_definition_in_every_form(T):
 @pytest.mark.parametrize("policy", ["kvpop", "kvpop-nodelay"])
 def test_fused_weights_are_the_same_weights(policy):
     """Fused or not a step is the same numbers, and what is then changed in a parameter is changed in the product.
-    Gradients still reach every parameter."""
+    Gradients still reach every parameter. Only the order of a sum may differ, for weights that lie the other way round:
+    fp64, at most 300 terms of order 1 are right to 300 * 1e-16."""
+    close = dict(atol=3e-14, rtol=3e-14)
     s, (k, v) = make(policy), tokens(40)
     slopes = lambda: torch.autograd.grad(s(k, v).square().sum(), weights)  # noqa: E731
     weights = [p for name, p in s.named_parameters() if name != "alpha"]
@@ -168,9 +170,10 @@ def test_fused_weights_are_the_same_weights(policy):
     with torch.no_grad():
         plain, _ = run_steps(s, k, v)
         s.fuse()
-        assert torch.equal(run_steps(s, k, v)[0], plain) and "fused" not in s.state_dict()
+        torch.testing.assert_close(run_steps(s, k, v)[0], plain, **close)
+    assert "fused" not in s.state_dict() and s.fused.data_ptr() == s.w_skip.data_ptr()
     for slope, want in zip(slopes(), before, strict=True):
-        assert torch.equal(slope, want)
+        torch.testing.assert_close(slope, want, **close)
     with torch.no_grad():
         for p in s.parameters():
             p.add_(0.1 * torch.ones_like(p).cumsum(-1))
