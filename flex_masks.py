@@ -449,7 +449,8 @@ def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compil
     """`attention` with keys in key_order, for a GPU; tables: that order, where it is known. kv_tile 64 lists fewer
     keys, forward only: the backward kernel of H100-class GPUs wants 128.
 
-    No kernel option ROWS_GUARANTEED_SAFE: it would want every query to see a key in the first listed tile.
+    kernel_options: None = best_options. ROWS_GUARANTEED_SAFE is none: every query would have to see a key in the first
+    listed tile.
     """
     (B, H, T, D), (H_mask, H_kv) = q.shape, (evict_at.shape[1], k.shape[1])
     Z, padded = B * H_mask, bucket(T)
@@ -461,6 +462,7 @@ def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compil
     if padded > T:
         order = order.clamp(max=T - 1)  # only pad queries see a pad key, whatever it is
     k, v = (GatherRows.apply(x.reshape(Z, H_kv // H_mask, T, -1), order) for x in (k, v))
+    kernel_options = best_options("attention", q) if kernel_options is None else kernel_options
     out, lse = fused_attention(q.reshape(Z, H // H_mask, T, D), k, v, block_mask, enable_gqa=True,
                                kernel_options=kernel_options)
     return out.reshape(B, H, T, -1), lse.reshape(B, H, T)
@@ -481,6 +483,18 @@ def fused_only(q, k, v, **options):
         raise RuntimeError("FlexAttention would run unfused and build all T x T scores: torch.compile is switched off, "
                            "perhaps by TORCH_COMPILE_DISABLE, or gave up; allow it, or use the CPU")
     return flex_attention(q, k, v, **options)
+
+
+# FlexAttention's documented kernel options, as measured on an H200 with heads of 128 (bench.py attention --tune). The
+# transposed pass waits for the lse of each tile of queries: small tiles and few stages, so that many of them wait at once
+HOPPER = dict(attention=dict(fwd_BLOCK_N=128),
+              transposed=dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2))
+
+
+def best_options(call, q):
+    """Kernel options of a call, "attention" or "transposed"; {} = FlexAttention's own choice, where none was measured."""
+    measured = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and q.shape[-1] in (64, 128)
+    return HOPPER[call] if measured else {}
 
 
 # fullgraph makes torch.compile's recompile limit an error; the limit leaves room for many lengths (see bucket)
@@ -568,8 +582,8 @@ def attention(q, k, v, evict_at, spec=None, tables=None, compiled=False, kernel_
     -> out (B, H, T, D), lse (B, H, T) fp32, natural log. Any T >= 1.
     spec: what evict_at was planned for; a GPU then gathers keys into lifetime_order and skips the empty tiles. None:
     time order, right for any mask and best for masks that are dense, or local in time.
-    tables: attention_tables(evict_at, spec), when several calls share them. compiled, kernel_options: see key_order and
-    flex_attention.
+    tables: attention_tables(evict_at, spec), when several calls share them. compiled: see key_order. kernel_options:
+    flex_attention's; None = best_options, {} = its own.
     """
     (B, H, T, _), H_mask = q.shape, evict_at.shape[1]
     if not has_kernel(q):
@@ -578,6 +592,7 @@ def attention(q, k, v, evict_at, spec=None, tables=None, compiled=False, kernel_
     if not isinstance(tables, BlockMask):
         return lifetime_attention(q, k, v, evict_at, spec, kernel_options=kernel_options, tables=tables)
     q, k, v = (x.reshape(B * H_mask, -1, T, x.shape[3]) for x in (q, k, v))
+    kernel_options = best_options("attention", q) if kernel_options is None else kernel_options
     out, lse = fused_attention(q, k, v, tables, enable_gqa=True, kernel_options=kernel_options)
     return out.reshape(B, H, T, -1), lse.reshape(B, H, T)
 

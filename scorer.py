@@ -565,8 +565,9 @@ class MLSTM(LearnedScorer, name="kvpop"):
         skip, query_key, value, gate = self.project_one(k, v, k_leave, v_leave)  # (B, H_kv, ..)
         ig, lf = self.gates(gate + self.weight("b_gate", k))  # (B, H_kv)
         # one softmax for all features: each kernel less is time that a step has little of
-        sign = 1 - 2 * torch.arange(2, device=k.device)[:, None]  # (2, 1): z and -z
-        q_feat, k_feat = (query_key[:, :, :, None] * sign).softmax(-1).flatten(3).unbind(2)  # (B, H_kv, D)
+        z = query_key[:, :, :, None]  # (B, H_kv, 2, 1, D/2)
+        signed = torch.where(torch.arange(2, device=k.device)[:, None] == 0, z, -z)  # (B, H_kv, 2, 2, D/2), not stacked
+        q_feat, k_feat = signed.softmax(-1).flatten(3).unbind(2)  # (B, H_kv, D)
         m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
         f, i = (lf + state["m"] - m).exp()[..., None], (ig - m).exp()[..., None]
         value = F.pad(value, (0, 1), value=1.0)  # (B, H_kv, D/2 + 1)

@@ -45,8 +45,9 @@ BACKWARD = (dict(bwd_num_stages=2), dict(bwd_num_stages=4), dict(bwd_num_warps=4
             dict(bwd_BLOCK_N2=32), dict(bwd_BLOCK_N1=64, bwd_BLOCK_M2=64),
             dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4))
 # no PRESCALE_QK: its scores reach a score_mod in base 2, and the pass would be another one
-TRANSPOSED = (dict(BLOCK_M=64), dict(BLOCK_N=128), dict(num_warps=4), dict(num_stages=2), dict(num_stages=4),
-              dict(USE_TMA=True))
+TRANSPOSED = (dict(BLOCK_N=128), dict(num_warps=4), dict(num_stages=2), dict(BLOCK_M=64, num_warps=4),
+              dict(BLOCK_M=64, num_warps=4, num_stages=2), dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
+              dict(BLOCK_M=64, BLOCK_N=128, num_warps=4, num_stages=2), dict(USE_TMA=True))
 
 # ----------------------------------------------------------------------------------- What all speed benchmarks share
 
@@ -241,7 +242,7 @@ class Inputs:
 
     def attend(self, q, k, v):
         return flex_masks.attention(q, k, v, self.planned(), self.spec, compiled=self.compiled,
-                                    kernel_options=self.options["attention"] or None)
+                                    kernel_options=self.options["attention"])
 
     @torch.no_grad()
     def forward(self):
@@ -254,7 +255,7 @@ class Inputs:
     def transposed(self, lse, evict_at):
         lengths = torch.full((len(self.q),), self.q.shape[2], device=self.device)
         return transposed_lse(self.q, self.k, lse, self.spec.window, lengths, evict_at, 2.0,
-                              self.options["transposed"] or None)
+                              self.options["transposed"])
 
 
 def attention_row(policy, T, budget, args, device, options, dense):
@@ -303,7 +304,7 @@ def attention_row(policy, T, budget, args, device, options, dense):
 
 
 def tune_options(T, budget, args, device, options):
-    """Try FORWARD, BACKWARD and TRANSPOSED one at a time on random scores -> the best options, and a list of trials:
+    """Try FORWARD, BACKWARD and TRANSPOSED one by one on random scores -> the best options, and a list of trials:
     what, options, ms (None: refused). A candidate is kept where it beats no option at all by more than 1 %."""
     x = Inputs("random", T, budget, args, device, {key: dict(value) for key, value in options.items()})
     lse, evict_at, trials = x.forward()[1], x.planned(), []
@@ -399,8 +400,10 @@ def attention(args):
     given = [option.partition("=") for option in args.kernel_options]
     if bad := ["".join(o) for o in given if not (o[2] in ("True", "False") or o[2].isdigit())]:
         raise ValueError(f"--kernel-options {bad[0]}: write NAME=NUMBER, NAME=True or NAME=False")
-    options = dict(attention={name: value == "True" if value in ("True", "False") else int(value)
-                              for name, _, value in given}, transposed={})
+    given = {name: value == "True" if value in ("True", "False") else int(value) for name, _, value in given}
+    heads = torch.empty(0, args.head_dim, device=device)
+    options = {name: {} if args.tune else flex_masks.best_options(name, heads) for name in ("attention", "transposed")}
+    options["attention"] = given or options["attention"]
     settings, trials = dict(card=card(device), shape=shape), []
     rows = earlier_rows(args.out, strict=True, **settings)
     if args.tune:
@@ -454,7 +457,7 @@ def register(names):
         "--n-sink": (4, "first positions, never evicted", number), "--window": (256, "newest positions", number),
         "--tune": (False, "first try kernel options at the first length and budget, and use the best",
                    dict(action="store_true")),
-        "--kernel-options": ([], "FlexAttention's, e.g. fwd_BLOCK_N=64 USE_TMA=True", dict(
+        "--kernel-options": ([], "FlexAttention's, e.g. fwd_BLOCK_N=64 USE_TMA=True (default: flex_masks.HOPPER there)", dict(
             nargs="*", metavar="NAME=VALUE")),
         "--train-steps": (0, "also steps of train.py in both orders of the keys; 0: none", number),
         "--out": ("attention", "name of the JSON in assets/results", {}),
