@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from data.products import narrow_pays, narrow_product
 from model import lay_side_by_side
 
 POLICIES = ("dense", "streaming", "random", "random-prompt", "knorm", "keydiff", "tova-layer", "tova-head", "h2o",
@@ -87,9 +88,9 @@ class Scorer(nn.Module):
     Attributes: name (policy), n_kv_head, head_dim, layer, state_entries (what the state costs with one query head a KV
     head; the function of that name knows any), dynamic (ranks the whole cache at every step), delayed (the score of t
     reads tokens up to t + window), shift (`step` is handed token u + shift as the leaving one), window (the one it was
-    made for; None = any), ranges (option -> default, least, most; None = the window)."""
+    made for; None = any), ranges (option -> default, least, most; None = the window), narrow (see `taken`)."""
 
-    name, delayed, dynamic, shift, ranges = "", False, False, 0, {}
+    name, delayed, dynamic, narrow, shift, ranges = "", False, False, False, 0, {}
 
     def __init_subclass__(cls, **attributes):  # class Random(Scorer, name="random")
         for name, value in attributes.items():
@@ -115,6 +116,12 @@ class Scorer(nn.Module):
         dtype = next((p.dtype for p in self.parameters()), like.dtype)
         return torch.float64 if dtype == torch.float64 else torch.float32
 
+    def taken(self, k, v):
+        """k, v as `score_all` gets them: constants in `work_dtype`, or, with `narrow`, bf16 as they came where tensor
+        cores then give the fp32 product sooner. Their dtype says which."""
+        narrow = self.narrow and self.work_dtype(k) == torch.float32 and narrow_pays(k, v)
+        return [z.detach() if narrow else z.detach().to(self.work_dtype(z)) for z in (k, v)]
+
     def forward(self, k, v, lengths=None, return_state=False):
         """Scores of a whole sequence: k, v (B, H_kv, T, D), any float dtype -> (B, H_kv, T) fp32 [, state].
 
@@ -131,7 +138,7 @@ class Scorer(nn.Module):
         pos = torch.arange(T, device=k.device)
         real = None if lengths is None else pos < lengths[:, None]  # (B, T)
         with torch.autocast(k.device.type, enabled=False):
-            k, v = (z.detach().to(self.work_dtype(z)) for z in (k, v))
+            k, v = self.taken(k, v)
             if real is not None:  # zeroed, not only weighted by 0: 0 * inf is NaN, in the backward pass too
                 k, v = (z.masked_fill(~real[:, None, :, None], 0.0) for z in (k, v))
             scores, state = self.score_all(k, v, real)  # (B, H_kv, T), dict
@@ -382,8 +389,8 @@ class LearnedScorer(Scorer):
         if x.shape[2] == 1:  # a decode step: as a product over rows, or the weight would be copied for each of them
             return (x.squeeze(2).transpose(0, 1) @ self.weight(name, x)).transpose(0, 1)[:, :, None]
         # matmul and not einsum: its weight gradient is one product per row and head, summed, where einsum's has only
-        # H_kv products of length B * T, which took two fifths of a training step on an H200
-        return x @ self.weight(name, x)
+        # H_kv products of length B * T, which took two fifths of a training step on an H200; bf16: see `taken`
+        return narrow_product(x, getattr(self, name))[0] if x.dtype == torch.bfloat16 else x @ self.weight(name, x)
 
     def log_gamma(self):
         if self.alpha is None:
@@ -397,7 +404,7 @@ def mlstm_param_count(head_dim, skip_width):
     return 3 * 2 * head_dim * (head_dim // 2) + 2 * (2 * head_dim + 1) + head_dim // 2 + (2 * head_dim + 1) * skip_width
 
 
-class MLP(LearnedScorer, name="kvpop-mlp", x_dim=None):
+class MLP(LearnedScorer, name="kvpop-mlp", x_dim=None, narrow=True):
     """c^T SiLU(W x + b) per KV head with x = [k; v], stateless; c = 0, so equal scores at the start. As many parameters
     as `MLSTM` with its skip path (hidden 320 at D = 128): the two differ in memory and not in size."""
     def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, hidden=None, **options):
@@ -412,12 +419,11 @@ class MLP(LearnedScorer, name="kvpop-mlp", x_dim=None):
         return torch.cat([k, v], dim=-1)  # (B, H_kv, T, 2D)
 
     def score(self, k, v, pos):
-        x = self.x(k, v, pos)
-        z = self.per_head(x, "w_hidden") + self.weight("b_hidden", x)[:, None]  # (B, H_kv, T, hidden)
-        return self.per_head(F.silu(z), "w_score").squeeze(-1)  # (B, H_kv, T)
+        z = self.per_head(self.x(k, v, pos), "w_hidden")  # (B, H_kv, T, hidden)
+        return self.per_head(F.silu(z + self.weight("b_hidden", z)[:, None]), "w_score").squeeze(-1)  # (B, H_kv, T)
 
 
-class Position(MLP, name="position", x_dim=33):
+class Position(MLP, name="position", x_dim=33, narrow=False):
     """A control: x is log t and sines and cosines of t at 16 wavelengths (6 to 35,000). What it reaches is what the
     task gives away by position."""
     def x(self, k, v, pos):
@@ -437,7 +443,7 @@ class DMSCap(MLP, name="dms-cap", shift=1, delayed=True):
     def logits(self, k, v):
         """Eviction logits of whole rows: (B, H_kv, T, D) twice -> (B, H_kv, T) fp32; the last token has none: 0."""
         with torch.autocast(k.device.type, enabled=False):
-            return -self.score_all(*(z.detach().to(self.work_dtype(z)) for z in (k, v)), None)[0]
+            return -self.score_all(*self.taken(k, v), None)[0]
 
     def score(self, k, v, pos):
         return self.offset - super().score(k, v, pos)
@@ -446,7 +452,7 @@ class DMSCap(MLP, name="dms-cap", shift=1, delayed=True):
         return F.pad(self.score(k[:, :, 1:], v[:, :, 1:], None), (0, 1)), {}
 
 
-class MLSTM(LearnedScorer, name="kvpop"):
+class MLSTM(LearnedScorer, name="kvpop", narrow=True):
     """An mLSTM per KV head that takes in every token and reads each one when it leaves the window (App. A, E).
 
         score_u = a^T SiLU(h_u) + c^T SiLU(W_s x_u),   h_u = phi(q_u)^T C_q / phi(q_u)^T n_q,   q = u + window
@@ -544,9 +550,10 @@ class MLSTM(LearnedScorer, name="kvpop"):
         return (both @ heads).squeeze(-1)  # weight gradients row by row: the same for any way to cut a batch
 
     def score_all(self, k, v, real):
-        T = k.shape[2]
-        skip, query, key, value, gate = self.project(torch.cat([k, v], dim=-1))  # (B, H_kv, T, ..)
-        k_feat, (ig, lf) = self.phi(key), self.gates(gate + self.weight("b_gate", k)[:, None])
+        T, x, weights = k.shape[2], torch.cat([k, v], dim=-1), [getattr(self, name) for name in self.projections]
+        parts = narrow_product(x, *weights) if x.dtype == torch.bfloat16 else self.project(x)  # see `taken`
+        skip, query, key, value, gate = parts  # (B, H_kv, T, ..)
+        k_feat, (ig, lf) = self.phi(key), self.gates(gate + self.weight("b_gate", gate)[:, None])
         if real is not None:  # a pad neither enters the state nor lets it decay
             ig, lf = ig.masked_fill(~real[:, None], FLOOR), lf.masked_fill(~real[:, None], 0.0)
         delay = min(self.delay, T)
