@@ -446,6 +446,11 @@ class DMSCap(MLP, name="dms-cap", shift=1, delayed=True):
         return F.pad(self.score(k[:, :, 1:], v[:, :, 1:], None), (0, 1)), {}
 
 
+def made(z):
+    """z, which the compiler makes once, in the kernel where it falls, rather than again in each kernel that uses it."""
+    return z.as_strided(z.shape, z.stride()) if torch.compiler.is_compiling() else z
+
+
 class MLSTM(LearnedScorer, name="kvpop"):
     """An mLSTM per KV head that takes in every token and reads each one when it leaves the window (App. A, E).
 
@@ -500,6 +505,16 @@ class MLSTM(LearnedScorer, name="kvpop"):
     def phi(z):
         return torch.cat([z.softmax(-1), (-z).softmax(-1)], dim=-1)  # (..., D/2) -> (..., D), positive
 
+    @staticmethod
+    def phi_one(z):
+        """phi as reductions over all D that leave one half out: in a step all of them, k . q and the gates are then
+        one kernel, where a softmax of each half is a kernel before it."""
+        z = torch.cat([z, -z], dim=-1)  # (..., D)
+        first = torch.arange(z.shape[-1], device=z.device) < z.shape[-1] // 2
+        top = [z.masked_fill(out, -math.inf).amax(-1, keepdim=True) for out in (~first, first)]
+        e = (z - torch.where(first, *top)).exp()
+        return e / torch.where(first, *(e.masked_fill(out, 0.0).sum(-1, keepdim=True) for out in (~first, first)))
+
     def gates(self, gate):
         """(..., 2) -> input gate and log forget gate, (...) each."""
         gate = self.soft_cap * torch.tanh(gate / self.soft_cap) if self.soft_cap else gate
@@ -523,10 +538,9 @@ class MLSTM(LearnedScorer, name="kvpop"):
         w, widths = self.all_weights(k)
         n_left = sum(widths[:2])
         if torch.compiler.is_compiling() and len(k) <= 8:  # a step of a few rows: a reduction, faster than a GEMM
+            old, new = (torch.cat(pair, dim=-1)[:, :, None] for pair in ((k_leave, v_leave), (k, v)))
             left = (torch.arange(w.shape[-1], device=k.device) < n_left)[:, None]
-            key_part, value_part = (torch.where(left, old[:, :, None], new[:, :, None]) * part for part, old, new in
-                                    zip(w.mT.chunk(2, dim=-1), (k_leave, v_leave), (k, v)))  # (B, H_kv, O, D), not made
-            y = (key_part + value_part).sum(-1)
+            y = (torch.where(left, old, new) * w.mT).sum(-1)  # of (B, H_kv, O, 2D), which is not made
         else:  # one product of both tokens, although each needs a part: two narrower ones take longer
             x = torch.cat([z.transpose(0, 1) for z in (k_leave, v_leave, k, v)], dim=-1)  # (H_kv, B, 4D)
             y = (x.unflatten(-1, (2, -1)).flatten(1, 2) @ w).unflatten(1, (-1, 2)).transpose(0, 1)  # (B, H_kv, 2, O)
@@ -564,13 +578,14 @@ class MLSTM(LearnedScorer, name="kvpop"):
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
         skip, query_key, value, gate = self.project_one(k, v, k_leave, v_leave)  # (B, H_kv, ..)
         ig, lf = self.gates(gate + self.weight("b_gate", k))  # (B, H_kv)
-        # one softmax for all features: each kernel less is time that a step has little of
-        sign = 1 - 2 * torch.arange(2, device=k.device)[:, None]  # (2, 1): z and -z
-        q_feat, k_feat = (query_key[:, :, :, None] * sign).softmax(-1).flatten(3).unbind(2)  # (B, H_kv, D)
+        q_feat, k_feat = (self.phi_one(z) for z in query_key.unbind(2))  # (B, H_kv, D)
         m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
-        f, i = (lf + state["m"] - m).exp()[..., None], (ig - m).exp()[..., None]
+        f, i = (z.exp()[..., None] for z in (lf + state["m"] - m, ig - m))
+        if len(k) <= 8:  # C is then read and written in one pass; of many rows the compiler's loop needs two, and would
+            f, i = made(f), made(i)  # write C twice if the first of them could already compute it
+        q_feat, k_in = made(q_feat), made(i * k_feat)
         value = F.pad(value, (0, 1), value=1.0)  # (B, H_kv, D/2 + 1)
-        C = f[..., None] * state["C"] + value[..., None] * (i * k_feat)[..., None, :]
+        C = f[..., None] * state["C"] + value[..., None] * k_in[..., None, :]
         # what the new C says, from the old one: its update can then be made in place
         read = f * (state["C"] * q_feat[..., None, :]).sum(-1) + i * (k_feat * q_feat).sum(-1, keepdim=True) * value
         h = read[..., :-1] / read[..., -1:].clamp(min=TINY)
