@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from data.figures import draw_kept
@@ -38,11 +37,6 @@ from flex_masks import NEVER, TILE, CacheSpec, attention, effective_priority, pl
 from model import GraphedStep, ModelConfig, Transformer, load_model, read_json
 from scorer import LEARNED, POLICIES, check_window, make_scorers
 
-# SDPA's kernels for a step, best first. Flash splits the few heads of a small batch over the whole card: 18 us a layer
-# at batch 1 and 4096 entries where cuDNN takes 50. With many heads cuDNN is faster, 124 us against 210 at batch 64 and
-# 2048 entries (H200, Qwen3-8B shapes)
-FEW_HEADS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-MANY_HEADS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CHUNK = 8192  # tokens that a prefill takes through an MLP at a time: a prompt's own activations then stay small
 
 # ------------------------------------------------------------------------------------------------------------ The cache
@@ -53,6 +47,15 @@ def choose_victim(priority, position):
     and position slot - N, so that the same rule fills slots 0, 1, 2, ... before anything is evicted."""
     lowest = priority.amin(-1, keepdim=True)  # (B, H_kv, 1)
     return position.masked_fill(priority > lowest, NEVER).argmin(-1)
+
+
+def attend_all(q, k, v):
+    """q (B, H_kv, group_size, D) to k, v (B, H_kv, N, D) -> like q. Flash splits few heads over the whole card: 18 us a
+    layer at batch 1 and 4096 entries, cuDNN 50. It is called by name: the first step that a process compiles was seen
+    to ignore sdpa_kernel. Many heads: SDPA's choice, cuDNN, 124 us against 210 at batch 64, 2048 entries (H200)."""
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and len(q) * k.shape[1] <= 64 and q.shape[-1] % 8 == 0:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    return F.scaled_dot_product_attention(q, k, v)
 
 
 class LayerCache:
@@ -117,10 +120,11 @@ class LayerCache:
         self.ring.copy_((count - 1 - (last - newest)).clamp(min=0))  # the window is the tail of the filled slots
         self.set_state(state)
 
-    def step(self, q, k, v, input_pos, full=False):
+    def step(self, q, k, v, input_pos, full=False, filling=None):
         """One token per row at absolute positions input_pos (B,): evict, write, attend.
         q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels.
-        full: the caller knows that with this token every slot of every row is filled."""
+        full: the caller knows that with this token every slot of every row is filled. filling: until then, a BlockMask
+        of what is, for a compiled step on a GPU; with a mask SDPA has only slow kernels there, 140 us a layer."""
         b, h, window, scorer = self.b, self.h, self.spec.window, self.scorer
         k, v = k.squeeze(2), v.squeeze(2)  # (B, H_kv, D)
         entry, priority = (input_pos % window)[:, None], self.priority  # (B, 1)
@@ -147,12 +151,14 @@ class LayerCache:
         self.ring.index_put_((b, h, entry), slot.int())
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, group_size, D): a group's heads as its queries
         live = self.position >= 0  # (B, H_kv, N): all true from q = N - 1 on
-        if not self.dynamic:  # with a mask, even of True alone, SDPA has only slow kernels
-            if not full and flex_masks.has_kernel(q):
-                out = flex_masks.compiled_flex_attention(grouped, self.k_cache, self.v_cache, block_mask=self.filling)
-                return out.reshape(q.shape)
-            mask = None if full else live[:, :, None]
-            return F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=mask).reshape(q.shape)
+        if not self.dynamic:
+            if full:
+                out = attend_all(grouped, self.k_cache, self.v_cache)
+            elif filling is not None:
+                out = flex_masks.compiled_flex_attention(grouped, self.k_cache, self.v_cache, block_mask=filling)
+            else:
+                out = F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache, attn_mask=live[:, :, None])
+            return out.reshape(q.shape)
         with torch.autocast(q.device.type, enabled=False):  # the same attention, but with its probabilities
             logits = grouped.to(self.wide) @ self.k_cache.to(self.wide).mT * k.shape[-1] ** -0.5
             probs = logits.masked_fill(~live[:, :, None], -math.inf).softmax(-1)  # (B, H_kv, group_size, N)
@@ -174,6 +180,7 @@ class KVCache:
     `compiled`: `step` runs blocks through torch.compile, which leaves a GPU fewer kernels; "tuned": harder still.
     spec: CacheSpec. scorers: one per layer, or None for the dense policy with `dense_spec`. Memory for any length:
     n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state."""
+    filling = None  # see LayerCache.step
 
     def __init__(self, config: ModelConfig, spec: CacheSpec, batch, scorers=None, device="cpu", dtype=torch.float32):
         if scorers is None and (spec.n_sink or spec.n_select):
@@ -184,14 +191,13 @@ class KVCache:
         self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
         self.layers = [LayerCache(config, spec, batch, None if scorers is None else scorers[i], device, dtype)
                        for i in range(config.n_layer)]
-        # slots fill in order, so until the cache is full a row's live ones are a prefix of its slots
-        self.filled = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.n_tiles = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
-        tiles = torch.arange(-(-spec.n_slots // TILE), dtype=torch.int32, device=device).expand(batch, 1, 1, -1)
-        filling = BlockMask((config.group_size, spec.n_slots), self.n_tiles, tiles.contiguous(), None, None, None, None,
-                            None, None, BLOCK_SIZE=(TILE, TILE), mask_mod=lambda b, h, q, slot: slot < self.filled[b])
-        for layer in self.layers:
-            layer.filling = filling
+        if scorers is not None and not scorers[0].dynamic and self.input_pos.is_cuda:
+            # slots fill in order, so until the cache is full a row's live ones are a prefix of its slots
+            self.filled = filled = torch.zeros(batch, dtype=torch.int32, device=device)
+            n_tiles = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
+            tiles = torch.arange(-(-spec.n_slots // TILE), dtype=torch.int32, device=device).repeat(batch, 1, 1, 1)
+            self.filling = BlockMask((config.group_size, spec.n_slots), n_tiles, tiles, *[None] * 6, (TILE, TILE),
+                                     lambda b, h, q, slot: slot < filled[b])
 
     def reset(self, smaller=None):
         """Empty; or what a smaller dense cache holds, at the places where it would lie here."""
@@ -215,7 +221,8 @@ class KVCache:
 
     def run(self, block, x, cos, sin, attend, layer):  # the model's, in place of calling the block
         compiled = tuned_block_step if self.compiled == "tuned" else compiled_block_step
-        return compiled(block, self.layers[layer], x, cos, sin, self.input_pos, self.full)
+        return compiled(block, self.layers[layer], x, cos, sin, self.input_pos, self.full,
+                        None if self.full else self.filling)
 
     def attend(self, layer, q, k, v):  # the model's while decoding
         return self.layers[layer].step(q, k, v, self.input_pos, self.full)
@@ -302,9 +309,9 @@ def block_in_chunks(block, x, cos, sin, attend, layer):
     return x
 
 
-def block_step(block, slots, x, cos, sin, input_pos, full):
+def block_step(block, slots, x, cos, sin, input_pos, full, filling):
     """A block of `step`. It is given weights and slots, not a layer's number: one compile serves all layers."""
-    return block(x, cos, sin, lambda layer, q, k, v: slots.step(q, k, v, input_pos, full), None)
+    return block(x, cos, sin, lambda layer, q, k, v: slots.step(q, k, v, input_pos, full, filling), None)
 
 
 # no reduction in two kernels: they are short, and each kernel costs more than it saves
@@ -318,12 +325,10 @@ tuned_block_step = torch.compile(block_step, dynamic=False, fullgraph=True,
 @torch.no_grad()
 def step(model: Transformer, idx, cache: KVCache):
     """One token per row: idx (B,) int64 -> logits (B, V). In place on the cache, without a wait for the device."""
-    heads = len(idx) * model.config.n_kv_head
-    if not cache.full:
+    if cache.filling is not None and not cache.full:
         cache.filled.copy_((cache.input_pos + 1).clamp(max=cache.spec.n_slots))
-        cache.n_tiles.copy_((cache.filled.view(-1, 1, 1) + TILE - 1) // TILE)
-    with sdpa_kernel(FEW_HEADS if heads <= 64 else MANY_HEADS, set_priority=True):
-        hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None], cache.run if cache.compiled else None)
+        cache.filling.kv_num_blocks.copy_((cache.filled.view(-1, 1, 1) + TILE - 1) // TILE)
+    hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None], cache.run if cache.compiled else None)
     cache.input_pos.add_(1)
     cache.seen += 1
     return model.unembed(hidden[:, 0])

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.products import narrow_pays, narrow_product
+from data.noise import hash_uniform, mix
+from data.products import made, narrow_pays, narrow_product
 from model import lay_side_by_side
 
 POLICIES = ("dense", "streaming", "random", "random-prompt", "knorm", "keydiff", "tova-layer", "tova-head", "h2o",
@@ -117,8 +118,8 @@ class Scorer(nn.Module):
         return torch.float64 if dtype == torch.float64 else torch.float32
 
     def taken(self, k, v):
-        """k, v as `score_all` gets them: constants in `work_dtype`, or, with `narrow`, bf16 as they came where tensor
-        cores then give the fp32 product sooner. Their dtype says which."""
+        """k, v for `score_all`: constants in `work_dtype`, or, if `narrow`, bf16 as they came, where tensor cores then
+        give the fp32 product sooner."""
         narrow = self.narrow and self.work_dtype(k) == torch.float32 and narrow_pays(k, v)
         return [z.detach() if narrow else z.detach().to(self.work_dtype(z)) for z in (k, v)]
 
@@ -178,23 +179,6 @@ class Streaming(Scorer, name="streaming"):
     """Equal scores, so the newest stay (StreamingLLM, arXiv 2309.17453, but at absolute positions)."""
     def score(self, k, v, pos):
         return k.new_zeros(k.shape[:3])
-
-
-def _mix(x):
-    """A 32-bit integer hash on int64 (tensor or int). Both multipliers are below 2^31, so no product leaves int64."""
-    x = x & 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x045D9F3B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
-def hash_uniform(seed, layer, n_head, pos):
-    """Counter-based noise: pos (..., n_head or 1, T) int -> (..., n_head, T) fp32 in [0, 1), a pure function of its
-    arguments: the same bits on every device and in both forms of a scorer, which no stateful generator can promise."""
-    h = torch.arange(n_head, device=pos.device)[:, None]  # (n_head, 1)
-    h = _mix(_mix(_mix(seed + 0x9E3779B9) ^ _mix(layer + 0x3C6EF372)) ^ _mix(h + 0x1B873593))
-    h = _mix(h ^ _mix(pos.long() + 0x2545F491))  # (..., n_head, T)
-    return (h >> 8).float() * 2.0**-24  # 24 bits: exact in fp32, never rounds up to 1.0
 
 
 class Random(Scorer, name="random"):
@@ -378,7 +362,7 @@ class LearnedScorer(Scorer):
 
     def normal(self, rows, columns, salt):
         """(H_kv, rows, columns) fp32, unit normal, from (seed, layer, salt) alone: the global stream stays put."""
-        rng = torch.Generator().manual_seed(_mix(_mix(self.seed + 1) ^ _mix(self.layer + 0x3C6EF372) ^ salt))
+        rng = torch.Generator().manual_seed(mix(mix(self.seed + 1) ^ mix(self.layer + 0x3C6EF372) ^ salt))
         return torch.randn(self.n_kv_head, rows, columns, generator=rng, device="cpu")
 
     def weight(self, name, like):
@@ -466,8 +450,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
     window - 1 to log window + 2: a memory of a third of a window to about five. What the delayed read is for happened
     within one; a memory of many (biases 5 to 8 at a window of 64) drowns it and hardly shortens in a whole training.
     skip_width: default D, 0 = none. delay: None = window, 0 = read at the token's own time (see kvpop-nodelay)."""
-    # all that multiplies a token, in the order of `project`: the first two a token that leaves the window, the others
-    # one that enters it
+    # all that multiplies a token, in the order of `project`: the first two one that leaves the window
     projections = ("w_skip", "w_q", "w_k", "w_v", "w_gate")
 
     def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=None, soft_cap=15.0,
@@ -492,9 +475,9 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         self.register_buffer("fused", None, persistent=False)  # see fuse
 
     def fuse(self):
-        """Lay all that multiplies x in one buffer, of which the parameters become parts: a decode step then has one
-        product in place of five. What a product sums over lies side by side: of a few rows it is a reduction, and reads
-        w once, in order. Call it once the scorer is where it will decode; it can still be trained."""
+        """Lay all that multiplies x in one buffer, of which the parameters become parts, transposed: a decode step then
+        has one product in place of five, a reduction that reads w in order. Call it once the scorer is where it will
+        decode; it can still be trained."""
         parts = [getattr(self, name) for name in self.projections]
         for p in parts:
             p.data = p.data.mT.contiguous()  # (H_kv, O, 2D)
@@ -505,6 +488,16 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
     @staticmethod
     def phi(z):
         return torch.cat([z.softmax(-1), (-z).softmax(-1)], dim=-1)  # (..., D/2) -> (..., D), positive
+
+    @staticmethod
+    def phi_one(z):
+        """phi as reductions over all D that leave one half out: in a step all of them, k . q and the gates are then
+        one kernel, where a softmax of each half is a kernel before it."""
+        z = torch.cat([z, -z], dim=-1)  # (..., D)
+        first = torch.arange(z.shape[-1], device=z.device) < z.shape[-1] // 2
+        top = [z.masked_fill(out, -math.inf).amax(-1, keepdim=True) for out in (~first, first)]
+        e = (z - torch.where(first, *top)).exp()
+        return e / torch.where(first, *(e.masked_fill(out, 0.0).sum(-1, keepdim=True) for out in (~first, first)))
 
     def gates(self, gate):
         """(..., 2) -> input gate and log forget gate, (...) each."""
@@ -518,21 +511,22 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         return (torch.cat(parts, dim=-1) if separate else self.fused).to(like.dtype), [p.shape[-1] for p in parts]
 
     def project(self, x):
-        """x (B, H_kv, T, 2D) times all weights at once: skip (.., skip_width), query, key and value (.., D/2), gates
-        (.., 2). x is read once, and five narrow products take longer."""
+        """x (B, H_kv, T, 2D) times all weights at once, x is read once: skip (.., skip_width), query, key, value
+        (.., D/2), gates (.., 2). bf16: see `taken`."""
+        if x.dtype == torch.bfloat16:
+            return narrow_product(x, *(getattr(self, name) for name in self.projections))
         w, widths = self.all_weights(x)
         return (x @ w).split(widths, dim=-1)
 
     def project_one(self, k, v, k_leave, v_leave):
-        """The same of a decode step, (B, H_kv, D) each: skip and query of the token that leaves, the rest of the one
-        that enters. Returns (B, H_kv, .) each, but query and key as one, (B, H_kv, 2, D/2)."""
+        """The same of a decode step, (B, H_kv, D) each: skip and query of the token that leaves, the rest of the other.
+        -> (B, H_kv, .) each, query and key as one, (B, H_kv, 2, D/2)."""
         w, widths = self.all_weights(k)
         n_left = sum(widths[:2])
         if torch.compiler.is_compiling() and len(k) <= 8:  # a step of a few rows: a reduction, faster than a GEMM
+            old, new = (torch.cat(pair, dim=-1)[:, :, None] for pair in ((k_leave, v_leave), (k, v)))
             left = (torch.arange(w.shape[-1], device=k.device) < n_left)[:, None]
-            key_part, value_part = (torch.where(left, old[:, :, None], new[:, :, None]) * part for part, old, new in
-                                    zip(w.mT.chunk(2, dim=-1), (k_leave, v_leave), (k, v)))  # (B, H_kv, O, D), not made
-            y = (key_part + value_part).sum(-1)
+            y = (torch.where(left, old, new) * w.mT).sum(-1)  # of (B, H_kv, O, 2D), which is not made
         else:  # one product of both tokens, although each needs a part: two narrower ones take longer
             x = torch.cat([z.transpose(0, 1) for z in (k_leave, v_leave, k, v)], dim=-1)  # (H_kv, B, 4D)
             y = (x.unflatten(-1, (2, -1)).flatten(1, 2) @ w).unflatten(1, (-1, 2)).transpose(0, 1)  # (B, H_kv, 2, O)
@@ -550,9 +544,8 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         return (both @ heads).squeeze(-1)  # weight gradients row by row: the same for any way to cut a batch
 
     def score_all(self, k, v, real):
-        T, x, weights = k.shape[2], torch.cat([k, v], dim=-1), [getattr(self, name) for name in self.projections]
-        parts = narrow_product(x, *weights) if x.dtype == torch.bfloat16 else self.project(x)  # see `taken`
-        skip, query, key, value, gate = parts  # (B, H_kv, T, ..)
+        T = k.shape[2]
+        skip, query, key, value, gate = self.project(torch.cat([k, v], dim=-1))  # (B, H_kv, T, ..)
         k_feat, (ig, lf) = self.phi(key), self.gates(gate + self.weight("b_gate", gate)[:, None])
         if real is not None:  # a pad neither enters the state nor lets it decay
             ig, lf = ig.masked_fill(~real[:, None], FLOOR), lf.masked_fill(~real[:, None], 0.0)
@@ -571,15 +564,15 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
         skip, query_key, value, gate = self.project_one(k, v, k_leave, v_leave)  # (B, H_kv, ..)
         ig, lf = self.gates(gate + self.weight("b_gate", k))  # (B, H_kv)
-        # one softmax for all features: each kernel less is time that a step has little of
-        z = query_key[:, :, :, None]  # (B, H_kv, 2, 1, D/2)
-        signed = torch.where(torch.arange(2, device=k.device)[:, None] == 0, z, -z)  # (B, H_kv, 2, 2, D/2), not stacked
-        q_feat, k_feat = signed.softmax(-1).flatten(3).unbind(2)  # (B, H_kv, D)
+        q_feat, k_feat = (self.phi_one(z) for z in query_key.unbind(2))  # (B, H_kv, D)
         m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
-        f, i = (lf + state["m"] - m).exp()[..., None], (ig - m).exp()[..., None]
+        f, i = (z.exp()[..., None] for z in (lf + state["m"] - m, ig - m))
+        if len(k) <= 8:  # C is then read and written in one pass; of many rows that takes two, and C would be written
+            f, i = made(f), made(i)  # twice if the first could already compute it
+        q_feat, k_in = made(q_feat), made(i * k_feat)
         value = F.pad(value, (0, 1), value=1.0)  # (B, H_kv, D/2 + 1)
-        C = f[..., None] * state["C"] + value[..., None] * (i * k_feat)[..., None, :]
-        # what the new C says, from the old one: its update can then be made in place
+        C = f[..., None] * state["C"] + value[..., None] * k_in[..., None, :]
+        # what the new C says, read from the old one: the update can be in place
         read = f * (state["C"] * q_feat[..., None, :]).sum(-1) + i * (k_feat * q_feat).sum(-1, keepdim=True) * value
         h = read[..., :-1] / read[..., -1:].clamp(min=TINY)
         return self.read(h[:, :, None], skip[:, :, None]).squeeze(-1), {"C": C, "m": m}
@@ -613,10 +606,9 @@ def check_policy(policy):
 
 
 def state_entries(policy, head_dim, group_size=None, window=None, **options):
-    """Budget entries (one bf16 key and value each, 4 D bytes) that a policy's own state costs: kvpop's C, (D/2 + 1) x D
-    in fp32, D/2 + 1; kvpop-nodelay `window` fp32 scores more; snapkv and rkv n_queries bf16 queries
-    for each of group_size heads. The others keep priority and position alone (random-prompt: one prompt length a row).
-    ValueError: unknown policy; group_size or window not given where it counts."""
+    """Budget entries (one bf16 key and value each, 4 D bytes) that a policy's own state costs: kvpop's C in fp32,
+    D/2 + 1; kvpop-nodelay `window` scores more; snapkv and rkv n_queries bf16 queries for each of group_size heads. The
+    others keep priority and position alone. ValueError: unknown policy; group_size or window missing where it counts."""
     check_policy(policy)
     if {"snapkv": group_size, "rkv": group_size, "kvpop-nodelay": window}.get(policy, 0) is None:
         raise ValueError(f"policy {policy}: give group_size and window, its state grows with them")

@@ -58,6 +58,11 @@ class NarrowProduct(torch.autograd.Function):
         return None, dw.sum((2, 4)).sum(0).narrow(-1, 0, O)  # row by row: the same for any way to cut a batch
 
 
+def made(z):
+    """z, which the compiler makes once, in the kernel where it falls, rather than again in each kernel that uses it."""
+    return z.as_strided(z.shape, z.stride()) if torch.compiler.is_compiling() else z
+
+
 def narrow_product(x, *weights):
     """x (B, H_kv, T, I) bf16 times weights (H_kv, I, O) each -> as many (B, H_kv, T, O), fp32. x gets no gradient."""
     y = NarrowProduct.apply(x, torch.cat(weights, dim=-1).float())

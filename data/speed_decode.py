@@ -28,7 +28,7 @@ import flex_masks
 from data.prompts import SHIPPED
 from data.results import RESULTS, earlier_rows, print_table, write_results
 from data.speed import Timer, add_options, card, guarded, median_ms, peak_bytes, release
-from decode import KVCache, block_in_chunks, dense_spec, fuse_scorers, make_step, prefill, step
+from decode import KVCache, attend_all, block_in_chunks, dense_spec, fuse_scorers, make_step, prefill, step
 from flex_masks import TILE, CacheSpec, pyplot
 from model import ModelConfig, Transformer, causal_attend, expected_shapes, read_json
 from scorer import make_scorers, state_entries
@@ -125,12 +125,12 @@ class DenseLayer:
         self.b = torch.arange(batch, device=device)[:, None]  # (B, 1)
         self.h = torch.arange(config.n_kv_head, device=device)[None]  # (1, H_kv)
 
-    def step(self, q, k, v, input_pos, full=True):
+    def step(self, q, k, v, input_pos, full=True, filling=None):
         """q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D)."""
         for cache, new in ((self.k_cache, k), (self.v_cache, v)):
             cache.index_put_((self.b, self.h, input_pos[:, None]), new.squeeze(2))
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, G, D): a group's heads as its queries
-        return F.scaled_dot_product_attention(grouped, self.k_cache, self.v_cache).reshape(q.shape)
+        return attend_all(grouped, self.k_cache, self.v_cache).reshape(q.shape)
 
 
 class DenseCache(KVCache):
@@ -221,7 +221,7 @@ class RaggedLayer:
         return BlockMask((n_head, len(owner)), count, listed, None, None, None, None, None, None,
                          BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod)
 
-    def step(self, q, k, v, input_pos, full=True):
+    def step(self, q, k, v, input_pos, full=True, filling=None):
         """q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D)."""
         for flat, new in ((self.k, k), (self.v, v)):
             flat.index_put_((self.b, self.newest), new.squeeze(2))

@@ -596,7 +596,7 @@ def test_a_full_cache_needs_no_mask(policy, dtype, monkeypatch):
         prefill(model, idx[:, :N - 8], lengths, cache)
         assert cache.seen == 5  # of the shorter row
 
-    def watch(q, k, v, attn_mask):
+    def watch(q, k, v, attn_mask=None):
         masks.append(attn_mask is not None)
         return attend(q, k, v, attn_mask)
     monkeypatch.setattr(decode.F, "scaled_dot_product_attention", watch)
