@@ -440,15 +440,27 @@ def retrofit_losses(settings, model, teacher):
     return losses
 
 
+# of a sharded scorer: the hooks that gather its weights lie around its forward, where no compile can follow them
+compiled_forward = torch.compile(scorers_module.Scorer.forward, dynamic=False, fullgraph=True)
+
+
 def make_ready(settings, model, teacher=None):
-    """How a model is run in a retrofit: activations kept or not, blocks compiled or not, in place."""
+    """How a model is run in a retrofit: activations kept or not, blocks and sharded scorers compiled or not, in place."""
     model.checkpoint_blocks = settings.recompute and settings.train_base
+    if settings.data and settings.device == "cuda" and settings.compile and settings.parallel == "fsdp":
+        compile_scorers(model)
     if settings.data and settings.device == "cuda":
         for part in (model, teacher):
             if part is not None:
                 part.stream_dtype = torch.bfloat16  # as of a base that is read in bf16, and as under FSDP
                 for block in part.model.layers:
                     block.compiled = settings.compile
+
+
+def compile_scorers(model):
+    for scorer in model.scorers:
+        if scorer.window:  # one that learns
+            scorer.forward = functools.partial(compiled_forward, scorer)
 
 
 def retrofit(settings):

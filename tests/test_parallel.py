@@ -28,6 +28,7 @@ import model as model_file
 import train
 from data import batches, parallel, speed_train, text, traces
 from model import load_model, save_model
+from scorer import Scorer
 from targets import Retention, counted_rows, listwise_loss
 from test_cli_chat import make_folder
 from test_train import (JOBS, QUIET, SPEC, job, random_model, refused, small_problems, state_of,  # noqa: F401
@@ -84,6 +85,8 @@ def spied(rank, sigterm, full, compiled):
         real_ready(settings, model, teacher)
         for block in (*model.model.layers, *(teacher.model.layers if teacher else ())):
             block.compiled = compiled
+        if compiled and settings.parallel == "fsdp":
+            train.compile_scorers(model)
 
     def step(job):
         values, norm = real_step(job)
@@ -94,6 +97,8 @@ def spied(rank, sigterm, full, compiled):
         patch.setattr(model_file, "COMPILED_HALVES", [
             torch.compile(half, dynamic=False, fullgraph=True, backend=backend)
             for half in (model_file.Block.before, model_file.Block.after)])
+        patch.setattr(train, "compiled_forward", torch.compile(Scorer.forward, dynamic=False, fullgraph=True,
+                                                               backend=backend))
     for owner, name, value in ((train, "make_ready", ready), (speed_train.Job, "step", step),
                                (train, "Retention", make), (parallel, "shard", shard), (torch, "save", save),
                                (parallel.Engine, "backward", backward), (train, "set_rates", set_rates),
