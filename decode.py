@@ -314,8 +314,8 @@ def block_step(block, slots, x, cos, sin, input_pos, full, filling):
     return block(x, cos, sin, lambda layer, q, k, v: slots.step(q, k, v, input_pos, full, filling), None)
 
 
-# no reduction in two kernels: they are short, and each kernel costs more than it saves
-WHOLE = {"split_reductions": False}
+# no reduction in two kernels, they are short; on Hopper a kernel is launched while the one before it still runs (PDL)
+WHOLE = {"split_reductions": False, "triton.enable_pdl": True}
 compiled_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options=WHOLE)
 # at batch 1 products become reductions, tried out one by one: nearer to the memory's speed, but a minute of compilation
 tuned_block_step = torch.compile(block_step, dynamic=False, fullgraph=True,
