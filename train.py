@@ -626,10 +626,11 @@ def main(argv=None):
             parallel.report_error(f"error: {error}")
             return 2
         except RuntimeError as error:
-            if not parallel.lost_process(error):
+            lost = ("another process of this run" if parallel.lost_process(error) else
+                    "a process that prepares batches" if str(error).startswith("DataLoader worker") else None)
+            if lost is None:
                 raise
-            parallel.report_error("error: another process of this run is gone: --out keeps the last checkpoint; "
-                                  "continue with --resume")
+            parallel.report_error(f"error: {lost} is gone: --out keeps the last checkpoint; continue with --resume")
             return 2
         except KeyboardInterrupt:  # outside the loop, which saves
             parallel.report_error("\ninterrupted between training steps: what --out held before it is kept")

@@ -85,8 +85,13 @@ def claim(name):
 
 
 def lost_process(error):
-    """Whether an exception says that another process is gone."""
-    return dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))
+    """Whether an exception, or the one that it interrupted, says that another process is gone. torchrun then ends
+    those that are left and what they started, so that a missing loader of batches may be the last thing they see."""
+    while dist.is_initialized() and error is not None:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            return True
+        error = error.__context__
+    return False
 
 
 def catch_stop_signals():

@@ -500,6 +500,19 @@ sys.exit(train.main())
 """
 
 
+def test_a_loss_is_known_behind_the_exception_that_it_interrupts(monkeypatch):
+    try:
+        try:
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+        except RuntimeError:
+            raise RuntimeError("DataLoader worker (pid 8594) is killed by signal: Terminated. ")
+    except RuntimeError as error:
+        both = error
+    assert not parallel.lost_process(both)  # a process alone has none to lose
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
+    assert parallel.lost_process(both) and not parallel.lost_process(RuntimeError("a shape that does not fit"))
+
+
 OOM = """
 import os, sys
 sys.path.insert(0, {root!r})
@@ -526,11 +539,15 @@ def torchrun(*args, cwd=None):
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def test_torchrun_ends_with_one_line_when_a_process_is_killed(base, tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchrun_ends_with_one_line_when_a_process_is_killed(base, tmp_path, workers):
+    """With workers too, which torchrun ends before the process that they serve has heard of the loss."""
     out = tmp_path / "out"
     (tmp_path / "script.py").write_text(SCRIPT.format(root=str(Path(train.__file__).parent)))
-    done = torchrun(tmp_path / "script.py", *QUIET, *job("scorer", base, out), *STEPS, "--save-every", 1)
+    done = torchrun(tmp_path / "script.py", *QUIET, *job("scorer", base, out), *STEPS, "--save-every", 1, "--workers",
+                    workers)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and len(lines) == 1 and "another process of this run is gone" in lines[0], done.stderr
+    assert "[rank0]" not in done.stderr, done.stderr  # how torchrun marks the lines of a traceback
     assert state_of(out)["step"] == 2 and not list(out.glob("*.tmp"))
     assert run_alone(*job("scorer", base, out), *STEPS, "--accumulate", 2, "--resume") == 0
