@@ -29,7 +29,7 @@ from data.figures import draw_kept
 from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, labels, open_prompts, resolve_device,
                           sampling, say, stop_ids, summary, tokenizer_of, verdict)
 from data.resolve import resolve_policy, resolve_spec, weights_folder
-from data.sampling import sample
+from data.sampling import Fetched, sample
 from data.scorer_files import load_scorers
 from data.traces import FAMILIES
 import flex_masks
@@ -49,11 +49,14 @@ def choose_victim(priority, position):
     return position.masked_fill(priority > lowest, NEVER).argmin(-1)
 
 
+FEW = 64  # KV heads of all rows: not enough to fill the card
+
+
 def attend_all(q, k, v):
     """q (B, H_kv, group_size, D) to k, v (B, H_kv, N, D) -> like q. Flash splits few heads over the whole card: 18 us a
     layer at batch 1 and 4096 entries, cuDNN 50. It is called by name: the first step that a process compiles was seen
     to ignore sdpa_kernel. Many heads: SDPA's choice, cuDNN, 124 us against 210 at batch 64, 2048 entries (H200)."""
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and len(q) * k.shape[1] <= 64 and q.shape[-1] % 8 == 0:
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and k.shape[:2].numel() <= FEW and k.shape[-1] % 8 == 0:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -71,7 +74,7 @@ class LayerCache:
 
     def __init__(self, config, spec, batch, scorer, device, dtype):
         self.spec, self.scorer, self.dynamic = spec, scorer, scorer is not None and scorer.dynamic
-        self.wide = torch.promote_types(dtype, torch.float32)
+        self.wide, self.few_heads = torch.promote_types(dtype, torch.float32), batch * config.n_kv_head <= FEW
         heads = (batch, config.n_kv_head)
         self.k_cache = torch.empty(*heads, spec.n_slots, config.head_dim, device=device, dtype=dtype)
         self.v_cache = torch.empty_like(self.k_cache)
@@ -123,8 +126,8 @@ class LayerCache:
     def step(self, q, k, v, input_pos, full=False, filling=None):
         """One token per row at absolute positions input_pos (B,): evict, write, attend.
         q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels.
-        full: the caller knows that with this token every slot of every row is filled. filling: until then, a BlockMask
-        of what is, for a compiled step on a GPU; with a mask SDPA has only slow kernels there, 140 us a layer."""
+        full: the caller knows that with this token every slot of every row is filled. filling: else, for a compiled
+        step on a GPU, a BlockMask of those that are; with a mask SDPA has only slow kernels there, 140 us a layer."""
         b, h, window, scorer = self.b, self.h, self.spec.window, self.scorer
         k, v = k.squeeze(2), v.squeeze(2)  # (B, H_kv, D)
         entry, priority = (input_pos % window)[:, None], self.priority  # (B, 1)
@@ -191,7 +194,7 @@ class KVCache:
         self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
         self.layers = [LayerCache(config, spec, batch, None if scorers is None else scorers[i], device, dtype)
                        for i in range(config.n_layer)]
-        if scorers is not None and not scorers[0].dynamic and self.input_pos.is_cuda:
+        if self.input_pos.is_cuda and not (scorers and scorers[0].dynamic):
             # slots fill in order, so until the cache is full a row's live ones are a prefix of its slots
             self.filled = filled = torch.zeros(batch, dtype=torch.int32, device=device)
             n_tiles = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
@@ -229,9 +232,16 @@ class KVCache:
 
     @property
     def full(self):
-        """Whether the host knows that the next step leaves every slot filled. Dense and dynamic policies: never."""
-        scorer = self.layers[0].scorer
-        return scorer is not None and not scorer.dynamic and self.seen >= self.spec.n_slots - 1
+        """Whether the host knows that the next step leaves every slot filled, and says so. Dense and dynamic policies:
+        never. Nor compiled with few heads, where FlexAttention by `filling` is as fast as flash (16 us a layer at batch
+        1 and 4000 entries, against 18), and the step then is one at any position."""
+        scorer, flex = self.layers[0].scorer, self.compiled and self.filling is not None and self.layers[0].few_heads
+        return not flex and scorer is not None and not scorer.dynamic and self.seen >= self.spec.n_slots - 1
+
+    def check(self):
+        """ValueError if a score was NaN: a compiled step does not stop there, and what it kept since means nothing."""
+        if any(bool(layer.priority.isnan().any()) for layer in self.layers):
+            raise ValueError("a score is NaN: it cannot be ranked; look for a diverged scorer or a NaN key")
 
     def kept_positions(self, layer):
         """Positions held, ascending: list over rows of list over KV heads of lists."""
@@ -409,22 +419,6 @@ class Generation:
     advance: object = None  # the step of this cache, perhaps captured: to go on with
 
 
-class Fetched:
-    """A copy to the host that is under way: the device goes on meanwhile, `tolist` waits for the copy alone."""
-
-    def __init__(self, ids):
-        self.ids, self.done = ids, torch.cuda.Event() if ids.is_cuda else None
-        if self.done:
-            self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-            self.ids.copy_(ids, non_blocking=True)
-            self.done.record()
-
-    def tolist(self):
-        if self.done:
-            self.done.synchronize()
-        return self.ids.tolist()
-
-
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C inside `generate`; args[0] is the Generation so far."""
 
@@ -537,6 +531,8 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
         raise Interrupted(result) from None
     finally:
         result.decode_seconds = time.perf_counter() - start
+    if cache.compiled:
+        cache.check()
     return result
 
 # ----------------------------------------------------------------------------------------------------- The command line

@@ -564,15 +564,16 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
         skip, query_key, value, gate = self.project_one(k, v, k_leave, v_leave)  # (B, H_kv, ..)
         ig, lf = self.gates(gate + self.weight("b_gate", k))  # (B, H_kv)
-        q_feat, k_feat = (self.phi_one(z) for z in query_key.unbind(2))  # (B, H_kv, D)
+        if len(k) <= 8:  # all up to C is then one kernel, and C read and written by one; many rows gain nothing by it
+            hold, (q_feat, k_feat) = made, [self.phi_one(z) for z in query_key.unbind(2)]  # (B, H_kv, D)
+        else:
+            sign = 1 - 2 * torch.arange(2, device=k.device)[:, None]  # (2, 1): z and -z, in one softmax
+            hold, (q_feat, k_feat) = lambda z: z, (query_key[..., None, :] * sign).softmax(-1).flatten(3).unbind(2)
         m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
-        f, i = (z.exp()[..., None] for z in (lf + state["m"] - m, ig - m))
-        if len(k) <= 8:  # C is then read and written in one pass; of many rows that takes two, and C would be written
-            f, i = made(f), made(i)  # twice if the first could already compute it
-        q_feat, k_in = made(q_feat), made(i * k_feat)
+        f, i = (hold(z.exp()[..., None]) for z in (lf + state["m"] - m, ig - m))
+        q_feat, k_in = hold(q_feat), hold(i * k_feat)
         value = F.pad(value, (0, 1), value=1.0)  # (B, H_kv, D/2 + 1)
-        C = f[..., None] * state["C"] + value[..., None] * k_in[..., None, :]
-        # what the new C says, read from the old one: the update can be in place
+        C = f[..., None] * state["C"] + value[..., None] * k_in[..., None, :]  # read from the old one, so in place
         read = f * (state["C"] * q_feat[..., None, :]).sum(-1) + i * (k_feat * q_feat).sum(-1, keepdim=True) * value
         h = read[..., :-1] / read[..., -1:].clamp(min=TINY)
         return self.read(h[:, :, None], skip[:, :, None]).squeeze(-1), {"C": C, "m": m}
@@ -608,7 +609,7 @@ def check_policy(policy):
 def state_entries(policy, head_dim, group_size=None, window=None, **options):
     """Budget entries (one bf16 key and value each, 4 D bytes) that a policy's own state costs: kvpop's C in fp32,
     D/2 + 1; kvpop-nodelay `window` scores more; snapkv and rkv n_queries bf16 queries for each of group_size heads. The
-    others keep priority and position alone. ValueError: unknown policy; group_size or window missing where it counts."""
+    others keep priority and position alone. ValueError: unknown policy; group_size or window lacks where it counts."""
     check_policy(policy)
     if {"snapkv": group_size, "rkv": group_size, "kvpop-nodelay": window}.get(policy, 0) is None:
         raise ValueError(f"policy {policy}: give group_size and window, its state grows with them")

@@ -445,7 +445,7 @@ compiled_forward = torch.compile(scorers_module.Scorer.forward, dynamic=False, f
 
 
 def make_ready(settings, model, teacher=None):
-    """How a model is run in a retrofit: activations kept or not, blocks and sharded scorers compiled or not, in place."""
+    """How a model is run in a retrofit: activations kept or not, blocks and sharded scorers compiled or not."""
     model.checkpoint_blocks = settings.recompute and settings.train_base
     if settings.data and settings.device == "cuda" and settings.compile and settings.parallel == "fsdp":
         compile_scorers(model)

@@ -1,6 +1,7 @@
 """The next token from logits: temperature, top-k, top-p, and a random number that the caller has drawn.
 
-What this file holds: most_likely (top-k), sampling_probs (all filters), sample. Nothing here draws: the noise comes
+What this file holds: most_likely (top-k), sampling_probs (all filters), sample, and Fetched, tokens on
+their way to the host. Nothing here draws: the noise comes
 from outside, so that a row gets the same text in any batch, on any device, and inside a CUDA graph.
 """
 import torch
@@ -38,3 +39,19 @@ def sample(logits, noise, temperature, top_p=1.0, top_k=0):
     place = (probs.cumsum(-1) <= noise[:, None]).sum(-1, keepdim=True)  # the inverse of the cumulative distribution
     place = torch.minimum(place, (probs > 0).sum(-1, keepdim=True) - 1)  # a sum rounded below 1 must not leave the set
     return ids.gather(-1, place).squeeze(-1)
+
+
+class Fetched:
+    """A copy to the host that is under way: the device goes on meanwhile, `tolist` waits for the copy alone."""
+
+    def __init__(self, ids):
+        self.ids, self.done = ids, torch.cuda.Event() if ids.is_cuda else None
+        if self.done:
+            self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+            self.ids.copy_(ids, non_blocking=True)
+            self.done.record()
+
+    def tolist(self):
+        if self.done:
+            self.done.synchronize()
+        return self.ids.tolist()

@@ -585,6 +585,33 @@ def test_generation_in_bf16_on_a_gpu():
     assert all(t.isfinite().all() and t.dtype == torch.float32 for t in out.cache.layers[0].state.values())
 
 
+def test_when_a_step_is_told_that_the_cache_is_full(monkeypatch):
+    """Compiled on a GPU, with few heads, one step serves all positions; else there are two. Dense has one."""
+    model = make_model(torch.float32)
+    cache = KVCache(model.config, make_spec("random"), 2, make_scorers("random", model))
+    cache.seen = N
+    assert cache.full and cache.filling is None  # a CPU
+    cache.filling = "a BlockMask"
+    assert cache.full
+    cache.compiled = True
+    assert not cache.full
+    monkeypatch.setattr(decode, "FEW", 1)
+    many = KVCache(model.config, make_spec("random"), 2, make_scorers("random", model))
+    many.filling, many.compiled, many.seen = cache.filling, True, N
+    assert many.full
+    dense = KVCache(model.config, decode.dense_spec(N), 2)
+    dense.seen = N
+    assert not dense.full
+
+
+def test_a_score_that_is_nan_is_found_behind_a_compiled_step():
+    cache = KVCache(make_model(torch.float32).config, make_spec("random"), 2, make_scorers("random", make_model()))
+    cache.check()
+    cache.layers[1].priority[1, 0, 3] = math.nan
+    with pytest.raises(ValueError, match="a score is NaN"):
+        cache.check()
+
+
 @pytest.mark.parametrize("policy", ["kvpop", "random"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_full_cache_needs_no_mask(policy, dtype, monkeypatch):
