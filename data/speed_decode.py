@@ -432,7 +432,7 @@ def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtyp
                 ids = torch.ones_like(cache.input_pos)
                 trial["kernels_per_layer"], trial["kernels_ms"] = kernels_of(model, ids, cache)
                 kept = (cache, advance) if policy in CONSTANT else None
-                if batch == min(args.batches) and 1 < T <= args.prefill // batch and policy in (*CONSTANT, "dense"):
+                if batch == min(args.batches) and 1 < T <= args.prefill // batch + 1 and policy in (*CONSTANT, "dense"):
                     prefill_row(trial, model, cache, device)
                 return True
             try:
