@@ -335,7 +335,7 @@ tuned_block_step = torch.compile(block_step, dynamic=False, fullgraph=True,
 @torch.no_grad()
 def step(model: Transformer, idx, cache: KVCache):
     """One token per row: idx (B,) int64 -> logits (B, V). In place on the cache, without a wait for the device."""
-    if cache.filling is not None and not cache.full:
+    if cache.compiled and cache.filling is not None and not cache.full:
         cache.filled.copy_((cache.input_pos + 1).clamp(max=cache.spec.n_slots))
         cache.filling.kv_num_blocks.copy_((cache.filled.view(-1, 1, 1) + TILE - 1) // TILE)
     hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None], cache.run if cache.compiled else None)
