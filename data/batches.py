@@ -4,6 +4,7 @@ Everything follows from (seed, row number), so a resumed run sees what an uninte
 processes share nothing. Source of the problems: data/traces.py. Letters: B batch, T tokens.
 """
 import math
+import os
 import zlib
 
 import torch
@@ -90,8 +91,14 @@ def loader(dataset, settings, first_step, collate=None):
     rows = [step * size + first_row(settings, micro) + i for step in range(first_step, settings.steps)
             for micro in range(settings.accumulate) for i in range(settings.batch_size)]
     return torch.utils.data.DataLoader(dataset, batch_size=settings.batch_size, sampler=rows, collate_fn=collate,
-                                       num_workers=settings.workers,
+                                       num_workers=settings.workers, worker_init_fn=lead_a_group,
                                        prefetch_factor=8 if settings.workers else None)
+
+
+def lead_a_group(worker):
+    """For a loader of batches: out of the group of the process that it serves. torchrun ends whole groups, and Ctrl-C
+    too; that process means to finish its step and save, and ends its loaders itself."""
+    os.setsid()
 
 
 def global_batch(settings):

@@ -482,7 +482,7 @@ def test_a_full_disk_ends_all_processes_in_one_line(base, two, tmp_path):
 
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, {root!r})
 import torch
 import train
@@ -493,11 +493,23 @@ real = train.set_rates
 
 def set_rates(optimizer, step, settings):
     if step == 2 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
+        {deed}
     real(optimizer, step, settings)
 train.set_rates = set_rates
 sys.exit(train.main())
 """
+
+
+def test_torchrun_told_to_end_lets_them_save(base, tmp_path):
+    """SIGTERM to torchrun, as before a machine is taken away: it ends the group of each process, loaders of batches
+    too if they were in it, and a process without them could not finish its step."""
+    out = tmp_path / "out"
+    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(Path(train.__file__).parent),
+                                                      deed="os.kill(os.getppid(), signal.SIGTERM); time.sleep(1)"))
+    done = torchrun(tmp_path / "script.py", *QUIET, *job("scorer", base, out), *STEPS, "--steps", 9, "--workers", 2)
+    told = [line for line in done.stderr.splitlines() if line.startswith("interrupted in step")]
+    assert done.returncode != 0 and len(told) == 1 and "DataLoader" not in done.stderr, done.stderr
+    assert state_of(out)["step"] == 3 and "[rank" not in done.stderr  # the step under way was finished
 
 
 def test_a_loss_is_known_behind_the_exception_that_it_interrupts(monkeypatch):
@@ -539,13 +551,12 @@ def torchrun(*args, cwd=None):
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchrun_ends_with_one_line_when_a_process_is_killed(base, tmp_path, workers):
-    """With workers too, which torchrun ends before the process that they serve has heard of the loss."""
+def test_torchrun_ends_with_one_line_when_a_process_is_killed(base, tmp_path):
+    """With loaders of batches, which torchrun would end before the process that they serve has heard of the loss."""
     out = tmp_path / "out"
-    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(Path(train.__file__).parent)))
-    done = torchrun(tmp_path / "script.py", *QUIET, *job("scorer", base, out), *STEPS, "--save-every", 1, "--workers",
-                    workers)
+    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(Path(train.__file__).parent),
+                                                      deed="os.kill(os.getpid(), signal.SIGKILL)"))
+    done = torchrun(tmp_path / "script.py", *QUIET, *job("scorer", base, out), *STEPS, "--save-every", 1, "--workers", 2)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and len(lines) == 1 and "another process of this run is gone" in lines[0], done.stderr
     assert "[rank0]" not in done.stderr, done.stderr  # how torchrun marks the lines of a traceback
