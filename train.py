@@ -115,11 +115,11 @@ class Settings:
     recompute: bool = option(False, "activations of a block, of a scorer alone on a frozen base, again in its "
                                    "backward: less memory")
     compile: bool = option(True, "on a GPU: torch.compile the pretraining forward (not under fsdp), the thresholds "
-                                 "of a retrofit and, on text, blocks and (not under fsdp) scorers")
+                                 "of a retrofit and, on text, blocks and scorers")
     sort: bool = option(True, "on a GPU: attention over keys in the order of their lifetimes, which skips empty tiles; "
                               "off: in the order of time")
-    tf32: bool = option(False, "on a GPU: the scorers' fp32 products of a training step in TF32, which keeps 11 bits "
-                               "of their weights; evaluations and decoding stay in fp32")
+    tf32: bool = option(False, "on a GPU: the scorers' fp32 products of a training step in TF32, which keeps 11 bits; "
+                               "those of long bf16 rows with their weights, evaluations and decoding stay exact")
     graph: bool = option(True, "on a GPU: replay each step as one CUDA graph; launching its kernels takes longer. Not "
                                "under torchrun")
     workers: int = option(None, "processes that generate data for one that trains; none or negative: 0 on CPU, up to "
