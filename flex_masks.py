@@ -493,7 +493,8 @@ HOPPER = dict(attention=dict(fwd_BLOCK_N=128),
 
 def best_options(call, q):
     """Kernel options of a call, "attention" or "transposed"; {} = FlexAttention's own choice, where none was measured."""
-    measured = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and q.shape[-1] in (64, 128)
+    measured = (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and q.shape[-1] in (64, 128)
+                and q.dtype in (torch.bfloat16, torch.float16))  # tiles of fp32 are twice the shared memory
     return HOPPER[call] if measured else {}
 
 

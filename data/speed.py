@@ -401,7 +401,7 @@ def attention(args):
     if bad := ["".join(o) for o in given if not (o[2] in ("True", "False") or o[2].isdigit())]:
         raise ValueError(f"--kernel-options {bad[0]}: write NAME=NUMBER, NAME=True or NAME=False")
     given = {name: value == "True" if value in ("True", "False") else int(value) for name, _, value in given}
-    heads = torch.empty(0, args.head_dim, device=device)
+    heads = torch.empty(0, args.head_dim, device=device, dtype=torch.bfloat16)  # as Inputs has them on a GPU
     options = {name: {} if args.tune else flex_masks.best_options(name, heads) for name in ("attention", "transposed")}
     options["attention"] = given or options["attention"]
     settings, trials = dict(card=card(device), shape=shape), []
