@@ -115,7 +115,7 @@ class Settings:
     recompute: bool = option(False, "activations of a block, of a scorer alone on a frozen base, again in its "
                                    "backward: less memory")
     compile: bool = option(True, "on a GPU: torch.compile the pretraining forward (not under fsdp), the thresholds "
-                                 "of a retrofit and, on text, blocks and (not under fsdp) scorers")
+                                 "of a retrofit and, on text, blocks and scorers")
     sort: bool = option(True, "on a GPU: attention over keys in the order of their lifetimes, which skips empty tiles; "
                               "off: in the order of time")
     tf32: bool = option(False, "on a GPU: the scorers' fp32 products of a training step in TF32, which keeps 11 bits "
