@@ -462,7 +462,8 @@ def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compil
     if padded > T:
         order = order.clamp(max=T - 1)  # only pad queries see a pad key, whatever it is
     k, v = (GatherRows.apply(x.reshape(Z, H_kv // H_mask, T, -1), order) for x in (k, v))
-    kernel_options = best_options("attention", q) if kernel_options is None else kernel_options
+    if kernel_options is None:  # 128 keys a step do not fit narrower tiles
+        kernel_options = best_options("attention", q) if kv_tile == TILE else {}
     out, lse = fused_attention(q.reshape(Z, H // H_mask, T, D), k, v, block_mask, enable_gqa=True,
                                kernel_options=kernel_options)
     return out.reshape(B, H, T, -1), lse.reshape(B, H, T)
@@ -493,7 +494,8 @@ HOPPER = dict(attention=dict(fwd_BLOCK_N=128),
 
 def best_options(call, q):
     """Kernel options of a call, "attention" or "transposed"; {} = FlexAttention's own choice, where none was measured."""
-    measured = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and q.shape[-1] in (64, 128)
+    measured = (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and q.shape[-1] in (64, 128)
+                and q.dtype in (torch.bfloat16, torch.float16))  # tiles of fp32 are twice the shared memory
     return HOPPER[call] if measured else {}
 
 

@@ -401,7 +401,7 @@ def attention(args):
     if bad := ["".join(o) for o in given if not (o[2] in ("True", "False") or o[2].isdigit())]:
         raise ValueError(f"--kernel-options {bad[0]}: write NAME=NUMBER, NAME=True or NAME=False")
     given = {name: value == "True" if value in ("True", "False") else int(value) for name, _, value in given}
-    heads = torch.empty(0, args.head_dim, device=device)
+    heads = torch.empty(0, args.head_dim, device=device, dtype=torch.bfloat16)  # as Inputs has them on a GPU
     options = {name: {} if args.tune else flex_masks.best_options(name, heads) for name in ("attention", "transposed")}
     options["attention"] = given or options["attention"]
     settings, trials = dict(card=card(device), shape=shape), []
@@ -457,7 +457,7 @@ def register(names):
         "--n-sink": (4, "first positions, never evicted", number), "--window": (256, "newest positions", number),
         "--tune": (False, "first try kernel options at the first length and budget, and use the best",
                    dict(action="store_true")),
-        "--kernel-options": ([], "FlexAttention's, e.g. fwd_BLOCK_N=64 USE_TMA=True (default: flex_masks.HOPPER)", dict(
+        "--kernel-options": ([], "FlexAttention's, e.g. fwd_BLOCK_N=64 USE_TMA=True; none: flex_masks.best_options", dict(
             nargs="*", metavar="NAME=VALUE")),
         "--train-steps": (0, "also steps of train.py in both orders of the keys; 0: none", number),
         "--out": ("attention", "name of the JSON in assets/results", {}),
