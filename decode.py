@@ -56,7 +56,8 @@ def attend_all(q, k, v):
     """q (B, H_kv, group_size, D) to k, v (B, H_kv, N, D) -> like q. Flash splits few heads over the whole card: 18 us a
     layer at batch 1 and 4096 entries, cuDNN 50. It is called by name: the first step that a process compiles was seen
     to ignore sdpa_kernel. Many heads: SDPA's choice, cuDNN, 124 us against 210 at batch 64, 2048 entries (H200)."""
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and k.shape[:2].numel() <= FEW and k.shape[-1] % 8 == 0:
+    fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if fits and k.shape[:2].numel() <= FEW and torch.cuda.get_device_capability(q.device)[0] >= 8:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -142,6 +143,7 @@ class LayerCache:
             score, state = scorer.step(self.state, k, v, *leave, u)
             self.set_state(state)
             new = effective_priority(score, scorer.log_gamma(), u[:, None]).to(self.wide)
+            new = new.masked_fill(new.isnan(), math.inf)  # which a compiled step cannot refuse: `check` finds it
             # sinks stay at +inf; rows where nothing has left yet (u < 0) rewrite what is there
             new = torch.where(u[:, None] >= self.spec.n_sink, new, priority[b, h, slot])
             priority.index_put_((b, h, slot), new)
@@ -239,8 +241,10 @@ class KVCache:
         return not flex and scorer is not None and not scorer.dynamic and self.seen >= self.spec.n_slots - 1
 
     def check(self):
-        """ValueError if a score was NaN: a compiled step does not stop there, and what it kept since means nothing."""
-        if any(bool(layer.priority.isnan().any()) for layer in self.layers):
+        """ValueError if a score was NaN, where a compiled step goes on: its token is then one protected too many."""
+        protected = self.spec.n_sink + self.spec.window
+        if any(bool((layer.priority.isnan().any(-1) | (layer.priority.isposinf().sum(-1) > protected)).any())
+               for layer in self.layers):
             raise ValueError("a score is NaN: it cannot be ranked; look for a diverged scorer or a NaN key")
 
     def kept_positions(self, layer):

@@ -486,16 +486,17 @@ def fused_only(q, k, v, **options):
     return flex_attention(q, k, v, **options)
 
 
-# FlexAttention's documented kernel options, as measured on an H200 with heads of 128 (bench.py attention --tune). The
-# transposed pass waits for the lse of each tile of queries: small tiles and few stages, so that many of them wait at once
+# FlexAttention's documented kernel options, as measured on an H200 (bench.py attention --tune). The transposed pass waits
+# for the lse of each tile of queries: small tiles and few stages, so that many of them wait at once
 HOPPER = dict(attention=dict(fwd_BLOCK_N=128),
               transposed=dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2))
 
 
 def best_options(call, q):
-    """Kernel options of a call, "attention" or "transposed"; {} = FlexAttention's own choice, where none was measured."""
-    measured = (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and q.shape[-1] in (64, 128)
-                and q.dtype in (torch.bfloat16, torch.float16))  # tiles of fp32 are twice the shared memory
+    """Kernel options of a call, "attention" or "transposed"; {}, FlexAttention's own, where none were measured: other
+    cards and heads, and fp32, whose tiles would not fit into shared memory."""
+    measured = (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and q.shape[-1] == 128
+                and q.dtype in (torch.bfloat16, torch.float16))
     return HOPPER[call] if measured else {}
 
 

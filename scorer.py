@@ -450,7 +450,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
     window - 1 to log window + 2: a memory of a third of a window to about five. What the delayed read is for happened
     within one; a memory of many (biases 5 to 8 at a window of 64) drowns it and hardly shortens in a whole training.
     skip_width: default D, 0 = none. delay: None = window, 0 = read at the token's own time (see kvpop-nodelay)."""
-    # all that multiplies a token, in the order of `project`: the first two one that leaves the window
+    # all that multiplies a token, in the order of `project`: the first two read the token that leaves the window
     projections = ("w_skip", "w_q", "w_k", "w_v", "w_gate")
 
     def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=None, soft_cap=15.0,
@@ -477,7 +477,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
     def fuse(self):
         """Lay all that multiplies x in one buffer, of which the parameters become parts, transposed: a decode step then
         has one product in place of five, a reduction that reads w in order. Call it once the scorer is where it will
-        decode; it can still be trained."""
+        decode, and again for a copy or another dtype; it can still be trained."""
         parts = [getattr(self, name) for name in self.projections]
         for p in parts:
             p.data = p.data.mT.contiguous()  # (H_kv, O, 2D)

@@ -511,7 +511,7 @@ def draw_decode(path, rows):
 
 def decode(args):
     """A decode step on random weights of a model's shape, at --lengths positions, under each policy: dense (a plain
-    static cache of T slots, SDPA without a mask, by the backend that decode.step takes), dense-slots (decode.py's own
+    static cache of T slots, attention to all of them by decode.attend_all), dense-slots (decode.py's own
     dense policy), streaming, kvpop-mlp and kvpop (decode.py, N slots), dms-ragged (heads of unequal length, mean =
     budget: 10 % of them keep all T tokens, or as many as that mean allows, the rest lie near the window; the faster of
     FlexAttention on one flat buffer a layer and SDPA on each head's view). First a cost card.
@@ -533,14 +533,14 @@ def decode(args):
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    if min(args.lengths) < 2 or min(args.batches) < 1:
+        raise ValueError("--lengths must be 2 or more, --batches 1 or more")
     if device == "cpu":
         args.lengths, args.batches = sorted({min(T, 512) for T in args.lengths} | {128}), [1, 2]
         args.budgets, args.window, args.prefill = [128], min(args.window, 32), min(args.prefill, 512)
         print("no GPU: a reduced run, to show that it works; its times compare nothing")
     # on a CPU a branch checks the scores for NaN, which no compile takes
     args.compile = device == "cuda" and ("tuned" if args.tuned else args.compile)
-    if min(args.lengths) < 2 or min(args.batches) < 1:
-        raise ValueError("--lengths must be 2 or more, --batches 1 or more")
     config = shape_of(args.shape, device == "cpu")
     for budget in args.budgets:
         for policy in args.policies:

@@ -604,12 +604,25 @@ def test_when_a_step_is_told_that_the_cache_is_full(monkeypatch):
     assert not dense.full
 
 
-def test_a_score_that_is_nan_is_found_behind_a_compiled_step():
-    cache = KVCache(make_model(torch.float32).config, make_spec("random"), 2, make_scorers("random", make_model()))
-    cache.check()
-    cache.layers[1].priority[1, 0, 3] = math.nan
+def test_a_score_that_is_nan_is_found_long_after_a_compiled_step(monkeypatch):
+    """Which goes on where an eager one stops, as here without its check. Nothing else is evicted for it."""
+    model, at = make_model(torch.float32), 30
+    scorers, idx = make_scorers("random", model), tokens(N + 90, 2)
+    cache, plain = (KVCache(model.config, make_spec("random"), 2, scorers) for _ in range(2))
+    real = decode.effective_priority
+    for q in range(N + 90):
+        step(model, idx[:, q], plain)
+    plain.check()
+    monkeypatch.setattr(decode, "effective_priority", lambda scores, gamma, u: real(scores, gamma, u).masked_fill(
+        u == at, math.nan))
+    for q in range(N + 90):
+        step(model, idx[:, q], cache)
+        if q < at:
+            cache.check()
     with pytest.raises(ValueError, match="a score is NaN"):
         cache.check()
+    held, want = (torch.tensor(c.kept_positions(0)) for c in (cache, plain))  # (B, H_kv, N)
+    assert (held == at).any(-1).all() and (held[..., :N_SINK] == want[..., :N_SINK]).all()
 
 
 @pytest.mark.parametrize("policy", ["kvpop", "random"])
