@@ -486,8 +486,8 @@ def fused_only(q, k, v, **options):
     return flex_attention(q, k, v, **options)
 
 
-# FlexAttention's documented kernel options, as measured on an H200 (bench.py attention --tune). The transposed pass waits
-# for the lse of each tile of queries: small tiles and few stages, so that many of them wait at once
+# FlexAttention's documented kernel options, as measured on an H200 (bench.py attention --tune). The transposed pass
+# waits for the lse of each tile of queries: small tiles and few stages, so that many of them wait at once
 HOPPER = dict(attention=dict(fwd_BLOCK_N=128),
               transposed=dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2))
 

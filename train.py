@@ -630,7 +630,8 @@ def main(argv=None):
                     "a process that prepares batches" if str(error).startswith("DataLoader worker") else None)
             if lost is None:
                 raise
-            parallel.report_error(f"error: {lost} is gone: what --out held is kept; continue with --resume if it has a state")
+            parallel.report_error(f"error: {lost} is gone: what --out held is kept; continue with --resume if it has a "
+                                  "state")
             return 2
         except KeyboardInterrupt:  # outside the loop, which saves
             parallel.report_error("\ninterrupted between training steps: what --out held before it is kept")

@@ -457,7 +457,7 @@ def register(names):
         "--n-sink": (4, "first positions, never evicted", number), "--window": (256, "newest positions", number),
         "--tune": (False, "first try kernel options at the first length and budget, and use the best",
                    dict(action="store_true")),
-        "--kernel-options": ([], "FlexAttention's, e.g. fwd_BLOCK_N=64 USE_TMA=True; none: flex_masks.best_options", dict(
+        "--kernel-options": ([], "FlexAttention's, e.g. fwd_BLOCK_N=64 USE_TMA=True; none: best_options", dict(
             nargs="*", metavar="NAME=VALUE")),
         "--train-steps": (0, "also steps of train.py in both orders of the keys; 0: none", number),
         "--out": ("attention", "name of the JSON in assets/results", {}),
