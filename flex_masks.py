@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, 
 
 NEVER = 2**31 - 1  # evict_at of a token that is never evicted; int32 so that the mask kernel loads 4 bytes a key
 TILE = 128         # FlexAttention's default BLOCK_SIZE
+NAN_SCORE = "a score is NaN: it cannot be ranked; look for a diverged scorer or a NaN key"
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def effective_priority(scores, log_gamma=None, positions=None):
     if scores.is_cuda:
         torch._assert_async(~scores.isnan().any())  # no device-to-host wait in the training loop
     elif scores.isnan().any():
-        raise ValueError("a score is NaN: it cannot be ranked; look for a diverged scorer or a NaN key")
+        raise ValueError(NAN_SCORE)
     if log_gamma is not None:
         if positions is None:
             positions = torch.arange(scores.shape[-1], device=scores.device)
@@ -449,8 +450,7 @@ def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compil
     """`attention` with keys in key_order, for a GPU; tables: that order, where it is known. kv_tile 64 lists fewer
     keys, forward only: the backward kernel of H100-class GPUs wants 128.
 
-    kernel_options: None = best_options. ROWS_GUARANTEED_SAFE is none: every query would have to see a key in the first
-    listed tile.
+    No kernel option ROWS_GUARANTEED_SAFE: it would want every query to see a key in the first listed tile.
     """
     (B, H, T, D), (H_mask, H_kv) = q.shape, (evict_at.shape[1], k.shape[1])
     Z, padded = B * H_mask, bucket(T)
@@ -462,10 +462,8 @@ def lifetime_attention(q, k, v, evict_at, spec, chunk=None, kv_tile=TILE, compil
     if padded > T:
         order = order.clamp(max=T - 1)  # only pad queries see a pad key, whatever it is
     k, v = (GatherRows.apply(x.reshape(Z, H_kv // H_mask, T, -1), order) for x in (k, v))
-    if kernel_options is None:  # 128 keys a step do not fit narrower tiles
-        kernel_options = best_options("attention", q) if kv_tile == TILE else {}
-    out, lse = fused_attention(q.reshape(Z, H // H_mask, T, D), k, v, block_mask, enable_gqa=True,
-                               kernel_options=kernel_options)
+    out, lse = fused_attention(q.reshape(Z, H // H_mask, T, D), k, v, block_mask, "attention", kernel_options,
+                               enable_gqa=True)
     return out.reshape(B, H, T, -1), lse.reshape(B, H, T)
 
 
@@ -547,10 +545,12 @@ def dense_reference(q, k, v, mask_mod=None, score_mod=None, scale=None, chunk=12
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def fused_attention(q, k, v, block_mask, **options):
+def fused_attention(q, k, v, block_mask, call=None, kernel_options=None, **options):
     """The compiled kernel on tensors padded to the lengths of block_mask, which must hide pad keys; head_dim below 16
-    too. -> out (Z, h, T_q, D_v), lse (Z, h, T_q) fp32. options: flex_attention's.
-    RuntimeError: too many shapes in one process."""
+    too. -> out (Z, h, T_q, D_v), lse (Z, h, T_q) fp32. kernel_options: None = best_options of the call, {} =
+    FlexAttention's own; options: the rest of flex_attention's. RuntimeError: too many shapes in one process."""
+    if kernel_options is None and call and block_mask.BLOCK_SIZE[1] == TILE:  # narrower tiles are no 128 keys wide
+        kernel_options = best_options(call, q)
     T, D, D_v = q.shape[2], q.shape[3], v.shape[3]
     q_len, kv_len = block_mask.seq_lengths
     q, k, v = pad_to(q, q_len, 0.0, 2), pad_to(k, kv_len, 0.0, 2), pad_to(v, kv_len, 0.0, 2)
@@ -558,7 +558,7 @@ def fused_attention(q, k, v, block_mask, **options):
     q, k, v = (pad_to(x, max(16, x.shape[3]), 0.0, 3) for x in (q, k, v))
     try:
         out, aux = compiled_flex_attention(q, k, v, block_mask=block_mask, scale=D**-0.5,
-                                           return_aux=AuxRequest(lse=True), **options)
+                                           return_aux=AuxRequest(lse=True), kernel_options=kernel_options, **options)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise RuntimeError(f"attention of shape {tuple(q.shape)} is one compile too many: over "
                            f"{torch._dynamo.config.recompile_limit} shapes or masks in one process; pad batches to "
@@ -585,8 +585,8 @@ def attention(q, k, v, evict_at, spec=None, tables=None, compiled=False, kernel_
     -> out (B, H, T, D), lse (B, H, T) fp32, natural log. Any T >= 1.
     spec: what evict_at was planned for; a GPU then gathers keys into lifetime_order and skips the empty tiles. None:
     time order, right for any mask and best for masks that are dense, or local in time.
-    tables: attention_tables(evict_at, spec), when several calls share them. compiled: see key_order. kernel_options:
-    flex_attention's; None = best_options, {} = its own.
+    tables: attention_tables(evict_at, spec), when several calls share them. compiled, kernel_options: see key_order and
+    fused_attention.
     """
     (B, H, T, _), H_mask = q.shape, evict_at.shape[1]
     if not has_kernel(q):
@@ -595,8 +595,7 @@ def attention(q, k, v, evict_at, spec=None, tables=None, compiled=False, kernel_
     if not isinstance(tables, BlockMask):
         return lifetime_attention(q, k, v, evict_at, spec, kernel_options=kernel_options, tables=tables)
     q, k, v = (x.reshape(B * H_mask, -1, T, x.shape[3]) for x in (q, k, v))
-    kernel_options = best_options("attention", q) if kernel_options is None else kernel_options
-    out, lse = fused_attention(q, k, v, tables, enable_gqa=True, kernel_options=kernel_options)
+    out, lse = fused_attention(q, k, v, tables, "attention", kernel_options, enable_gqa=True)
     return out.reshape(B, H, T, -1), lse.reshape(B, H, T)
 
 

@@ -374,7 +374,7 @@ class LearnedScorer(Scorer):
             return (x.squeeze(2).transpose(0, 1) @ self.weight(name, x)).transpose(0, 1)[:, :, None]
         # matmul and not einsum: its weight gradient is one product per row and head, summed, where einsum's has only
         # H_kv products of length B * T, which took two fifths of a training step on an H200; bf16: see `taken`
-        return narrow_product(x, getattr(self, name))[0] if x.dtype == torch.bfloat16 else x @ self.weight(name, x)
+        return narrow_product(x, getattr(self, name)) if x.dtype == torch.bfloat16 else x @ self.weight(name, x)
 
     def log_gamma(self):
         if self.alpha is None:
@@ -480,7 +480,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         decode, and again for a copy or another dtype; it can still be trained."""
         parts = [getattr(self, name) for name in self.projections]
         for p in parts:
-            p.data = p.data.mT.contiguous()  # (H_kv, O, 2D)
+            p.data = p.data.mT  # (H_kv, O, 2D)
         self.fused = lay_side_by_side(parts, dim=1).mT  # (H_kv, 2D, O)
         for p in parts:
             p.data = p.data.mT
@@ -504,25 +504,24 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         gate = self.soft_cap * torch.tanh(gate / self.soft_cap) if self.soft_cap else gate
         return gate[..., 0], F.logsigmoid(gate[..., 1])
 
-    def all_weights(self, like):
+    def all_weights(self):
         """All that multiplies a token, (H_kv, 2D, skip_width + 3 D/2 + 2), and the width of each part."""
         parts = [getattr(self, name) for name in self.projections]
         separate = self.fused is None or torch.is_grad_enabled()  # gradients go to the parameters, not to their buffer
-        return (torch.cat(parts, dim=-1) if separate else self.fused).to(like.dtype), [p.shape[-1] for p in parts]
+        return torch.cat(parts, dim=-1) if separate else self.fused, [p.shape[-1] for p in parts]
 
     def project(self, x):
         """x (B, H_kv, T, 2D) times all weights at once, x is read once: skip (.., skip_width), query, key, value
         (.., D/2), gates (.., 2). bf16: see `taken`."""
-        if x.dtype == torch.bfloat16:
-            return narrow_product(x, *(getattr(self, name) for name in self.projections))
-        w, widths = self.all_weights(x)
-        return (x @ w).split(widths, dim=-1)
+        w, widths = self.all_weights()
+        y = narrow_product(x, w) if x.dtype == torch.bfloat16 else x @ w.to(x.dtype)
+        return y.split(widths, dim=-1)
 
     def project_one(self, k, v, k_leave, v_leave):
         """The same of a decode step, (B, H_kv, D) each: skip and query of the token that leaves, the rest of the other.
         -> (B, H_kv, .) each, query and key as one, (B, H_kv, 2, D/2)."""
-        w, widths = self.all_weights(k)
-        n_left = sum(widths[:2])
+        w, widths = self.all_weights()
+        w, n_left = w.to(k.dtype), sum(widths[:2])
         if torch.compiler.is_compiling() and len(k) <= 8:  # a step of a few rows: a reduction, faster than a GEMM
             old, new = (torch.cat(pair, dim=-1)[:, :, None] for pair in ((k_leave, v_leave), (k, v)))
             left = (torch.arange(w.shape[-1], device=k.device) < n_left)[:, None]

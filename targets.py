@@ -52,8 +52,8 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0, kernel_
     evict_at (B, H_kv, T) given: the bounded form. For a token already evicted at d, exp(score - lse) is p / (1 - p),
     which rewards having been evicted without bound; sigmoid(score - lse) is the mass that the token would get if it
     were put back. (Cutting off at 1 is cheaper and teaches worse: it credits such a token with up to twice that.)
-    A KV head is a batch row, so that K is one tensor seen by its group's heads, never copied. kernel_options: None =
-    flex_masks.best_options, {} = FlexAttention's own.
+    A KV head is a batch row, so that K is one tensor seen by its group's heads, never copied. kernel_options: see
+    flex_masks.fused_attention.
     """
     (B, H, T, D), H_kv = q.shape, k.shape[1]
     Z, G, rows = B * H_kv, H // H_kv, T - window  # later tokens have no future query: their sum is empty
@@ -82,10 +82,9 @@ def transposed_lse(q, k, lse, window, lengths, evict_at=None, power=1.0, kernel_
     if B > 1:
         visible, full = visible.repeat_interleave(H_kv, dim=0), full.repeat_interleave(H_kv, dim=0)
     block_mask = flex_masks.block_mask_from_tiles(visible, full, mask_mod, padded, padded, backward=False)
-    kernel_options = flex_masks.best_options("transposed", q) if kernel_options is None else kernel_options
     narrow = q.new_zeros(padded, 16).expand(Z, G, -1, -1)
-    lse = flex_masks.fused_attention(k.expand(-1, G, -1, -1), q, narrow, block_mask, score_mod=score_mod,
-                                     kernel_options=kernel_options)[1]
+    lse = flex_masks.fused_attention(k.expand(-1, G, -1, -1), q, narrow, block_mask, "transposed", kernel_options,
+                                     score_mod=score_mod)[1]
     return lse.reshape(B, H, padded)[:, :, :rows]
 
 

@@ -447,9 +447,9 @@ compiled_forward = torch.compile(scorers_module.Scorer.forward, dynamic=False, f
 def make_ready(settings, model, teacher=None):
     """How a model is run in a retrofit: activations kept or not, blocks and sharded scorers compiled or not."""
     model.checkpoint_blocks = settings.recompute and settings.train_base
-    if settings.data and settings.device == "cuda" and settings.compile and settings.parallel == "fsdp":
-        compile_scorers(model)
     if settings.data and settings.device == "cuda":
+        if settings.compile and settings.parallel == "fsdp":
+            compile_scorers(model)
         for part in (model, teacher):
             if part is not None:
                 part.stream_dtype = torch.bfloat16  # as of a base that is read in bf16, and as under FSDP

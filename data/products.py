@@ -63,7 +63,6 @@ def made(z):
     return z.as_strided(z.shape, z.stride()) if torch.compiler.is_compiling() else z
 
 
-def narrow_product(x, *weights):
-    """x (B, H_kv, T, I) bf16 times weights (H_kv, I, O) each -> as many (B, H_kv, T, O), fp32. x gets no gradient."""
-    y = NarrowProduct.apply(x, torch.cat(weights, dim=-1).float())
-    return y.split([w.shape[-1] for w in weights], dim=-1)
+def narrow_product(x, w):
+    """x (B, H_kv, T, I) bf16 @ w (H_kv, I, O), any dtype -> (B, H_kv, T, O) fp32. x gets no gradient."""
+    return NarrowProduct.apply(x, w.float())

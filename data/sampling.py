@@ -1,8 +1,8 @@
 """The next token from logits: temperature, top-k, top-p, and a random number that the caller has drawn.
 
-What this file holds: most_likely (top-k), sampling_probs (all filters), sample, and Fetched, tokens on
-their way to the host. Nothing here draws: the noise comes
-from outside, so that a row gets the same text in any batch, on any device, and inside a CUDA graph.
+What this file holds: most_likely (top-k), sampling_probs (all filters), sample, and Fetched, tokens on their way to the
+host. Nothing here draws: the noise comes from outside, so that a row gets the same text in any batch, on any device,
+and inside a CUDA graph.
 """
 import torch
 
