@@ -30,12 +30,12 @@ from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, la
                           sampling, say, stop_ids, summary, tokenizer_of, verdict)
 from data.resolve import resolve_policy, resolve_spec, weights_folder
 from data.sampling import Fetched, sample
-from data.scorer_files import load_scorers
+from data.scorer_files import check_scorers, load_scorers
 from data.traces import FAMILIES
 import flex_masks
 from flex_masks import NEVER, TILE, CacheSpec, attention, effective_priority, plan
 from model import GraphedStep, ModelConfig, Transformer, load_model, read_json
-from scorer import LEARNED, POLICIES, check_window, make_scorers
+from scorer import LEARNED, POLICIES, make_scorers
 
 CHUNK = 8192  # tokens that a prefill takes through an MLP at a time: a prompt's own activations then stay small
 
@@ -146,14 +146,20 @@ class LayerCache:
             new = new.masked_fill(new.isnan(), math.inf)  # which a compiled step cannot refuse: `check` finds it
             # sinks stay at +inf; rows where nothing has left yet (u < 0) rewrite what is there
             new = torch.where(u[:, None] >= self.spec.n_sink, new, priority[b, h, slot])
-            priority.index_put_((b, h, slot), new)
-        slot = choose_victim(priority, self.position)  # decided before the write: never more than N entries
+            here = torch.arange(self.spec.n_slots, device=k.device) == slot[..., None]  # (B, H_kv, N)
+            priority = torch.where(here, new[..., None], priority)  # in a compiled step not made, only compared
+        victim = choose_victim(priority, self.position)  # decided before the write: never more than N entries
         # index_put_ and not scatter_: with an expanded index the compiler would copy the whole cache every step
-        self.k_cache.index_put_((b, h, slot), k)
-        self.v_cache.index_put_((b, h, slot), v)
-        self.priority.index_put_((b, h, slot), self.priority.new_full((), 0.0 if self.dynamic else math.inf))
-        self.position.index_put_((b, h, slot), input_pos[:, None].int())
-        self.ring.index_put_((b, h, entry), slot.int())
+        self.k_cache.index_put_((b, h, victim), k)
+        self.v_cache.index_put_((b, h, victim), v)
+        safe = self.priority.new_full(victim.shape, 0.0 if self.dynamic else math.inf)
+        if scorer is None or self.dynamic:
+            self.priority.index_put_((b, h, victim), safe)
+        else:  # both in one write; what left may itself be the victim
+            both = torch.stack([new.masked_fill(slot == victim, math.inf), safe], -1)  # (B, H_kv, 2)
+            self.priority.index_put_((b[..., None], h[..., None], torch.stack([slot, victim], -1)), both)
+        self.position.index_put_((b, h, victim), input_pos[:, None].int())
+        self.ring.index_put_((b, h, entry), victim.int())
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, group_size, D): a group's heads as its queries
         live = self.position >= 0  # (B, H_kv, N): all true from q = N - 1 on
         if not self.dynamic:
@@ -265,16 +271,6 @@ class KVCache:
 def dense_spec(limit):
     """The dense policy: a window of `limit` entries, which no token leaves before position `limit`."""
     return CacheSpec(n_sink=0, window=limit, budget=limit)
-
-
-def check_scorers(scorers, config, spec):
-    """ValueError when the scorers do not fit the model or were trained with another window."""
-    found = (len(scorers), scorers[0].n_kv_head, scorers[0].head_dim)
-    wanted = (config.n_layer, config.n_kv_head, config.head_dim)
-    if found != wanted:
-        raise ValueError(f"the scorers fit a model with (layers, KV heads, head_dim) = {found}, this one has {wanted}: "
-                         "take both from one folder")
-    check_window(scorers, spec.window)
 
 
 def check_prompts(policy, spec, longest):
@@ -402,11 +398,11 @@ def force(model: Transformer, rows, spec=None, scorers=None, *, on_logits, graph
         on_logits(t, advance(idx[:, t]))
     return cache
 
-def fuse_scorers(scorers):
-    """As model.fuse, for scorers that can: a step lays no weights together and makes one product."""
+def fuse_scorers(scorers, narrow=False):
+    """As model.fuse, for scorers that can: a step lays no weights together and makes one product; narrow: see there."""
     for scorer in scorers if scorers is not None else ():
         if hasattr(scorer, "fuse"):
-            scorer.fuse()
+            scorer.fuse(narrow)
 
 # ------------------------------------------------------------------------------------------------------------- The loop
 

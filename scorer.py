@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.noise import hash_uniform, mix
-from data.products import made, narrow_pays, narrow_product
+from data.products import bf16_terms, made, narrow_pays, narrow_product, wide_bmm
 from model import lay_side_by_side
 
 POLICIES = ("dense", "streaming", "random", "random-prompt", "knorm", "keydiff", "tova-layer", "tova-head", "h2o",
             "h2o-mean", "snapkv", "rkv", "vase", "dms-cap", "kvpop-mlp", "kvpop", "kvpop-nodelay", "position", "oracle")
 LEARNED = ("dms-cap", "kvpop-mlp", "kvpop", "kvpop-nodelay", "position")  # these need a checkpoint
+FEW = 8  # rows: a decode step of no more lays its sums out in another way, see MLSTM
 FLOOR = -1e30  # "log of nothing": a finite stand-in for -inf, because -inf - (-inf) is NaN
 _CLASSES = {}  # policy -> class, filled in by the classes themselves
 TINY = 1e-30  # smallest denominator; phi(q).n itself gets as small as 4e-22, so 1e-6 or 1e-20 would change scores
@@ -155,7 +156,9 @@ class Scorer(nn.Module):
         is u = q - window, the token that leaves the window, and k_leave, v_leave (B, H_kv, D) are token u + shift.
         -> score of token u, (B, H_kv) fp32, and state. Rows with leave_pos < 0: finite, but means nothing."""
         with torch.autocast(k.device.type, enabled=False):
-            k, v, k_leave, v_leave = (z.detach().to(self.work_dtype(z)) for z in (k, v, k_leave, v_leave))
+            narrow = getattr(self, "terms", None) is not None and len(k) > FEW and k.dtype == k_leave.dtype
+            work = torch.bfloat16 if narrow and k.dtype == torch.bfloat16 else self.work_dtype(k)  # as in `taken`
+            k, v, k_leave, v_leave = (z.detach().to(work) for z in (k, v, k_leave, v_leave))
             k_leave, v_leave = (z.masked_fill((leave_pos < 0)[:, None, None], 0.0) for z in (k_leave, v_leave))
             return self.score_one(state, k, v, k_leave, v_leave, leave_pos)
 
@@ -443,7 +446,8 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         phi(z) = [softmax(z); softmax(-z)] (Hedgehog), i = exp(a_i), f = sigmoid(a_f), a = 15 tanh(linear(x) / 15)
 
     Features are positive, so h is a convex mix of past values. State per row and head, fp32: m (1), and C
-    (D/2 + 1, D), transposed and with n as its last row, the memory of a value that is always 1: one read and one write.
+    (D/2 + 1, 2, D/2), transposed, for both halves of phi, and with n as its last row, the memory of a value that is
+    always 1: one read and one write.
     Start: W_q = W_k = random orthonormal columns on the key half of x, W_v on the value half: that keeps the RMS of a
     key at every head_dim (softmax neither flat nor one-hot), and a token reads the values of keys like its own. a = c =
     0: equal scores, so with decay it begins as StreamingLLM. Gate weights 0, input bias 0, forget bias over heads log
@@ -472,18 +476,21 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         self.w_score = nn.Parameter(torch.zeros(n_kv_head, half, 1, device="cpu"))  # a
         self.w_skip = nn.Parameter(self.normal(2 * D, skip_width, salt=3) / (2 * D) ** 0.5)  # W_s
         self.w_skip_score = nn.Parameter(torch.zeros(n_kv_head, skip_width, 1, device="cpu"))  # c
-        self.register_buffer("fused", None, persistent=False)  # see fuse
+        for name in ("fused", "terms"):  # see fuse
+            self.register_buffer(name, None, persistent=False)
 
-    def fuse(self):
+    def fuse(self, narrow=False):
         """Lay all that multiplies x in one buffer, of which the parameters become parts, transposed: a decode step then
-        has one product in place of five, a reduction that reads w in order. Call it once the scorer is where it will
-        decode, and again for a copy or another dtype; it can still be trained."""
+        has one product in place of five, a reduction that reads w in order. narrow: as bf16 terms too, for steps of many
+        rows on tensor cores. Call it once the scorer is where it will decode, and again for a copy or another dtype."""
         parts = [getattr(self, name) for name in self.projections]
         for p in parts:
             p.data = p.data.mT  # (H_kv, O, 2D)
         self.fused = lay_side_by_side(parts, dim=1).mT  # (H_kv, 2D, O)
         for p in parts:
             p.data = p.data.mT
+        wide = F.pad(self.fused, (0, -self.fused.shape[-1] % 8))
+        self.terms = bf16_terms(wide) if narrow else None  # (H_kv, 2D, 3 O), O padded
 
     @staticmethod
     def phi(z):
@@ -521,14 +528,17 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         """The same of a decode step, (B, H_kv, D) each: skip and query of the token that leaves, the rest of the other.
         -> (B, H_kv, .) each, query and key as one, (B, H_kv, 2, D/2)."""
         w, widths = self.all_weights()
-        w, n_left = w.to(k.dtype), sum(widths[:2])
-        if torch.compiler.is_compiling() and len(k) <= 8:  # a step of a few rows: a reduction, faster than a GEMM
+        n_left = sum(widths[:2])
+        if torch.compiler.is_compiling() and len(k) <= FEW:  # a reduction, faster than a GEMM
             old, new = (torch.cat(pair, dim=-1)[:, :, None] for pair in ((k_leave, v_leave), (k, v)))
             left = (torch.arange(w.shape[-1], device=k.device) < n_left)[:, None]
-            y = (torch.where(left, old, new) * w.mT).sum(-1)  # of (B, H_kv, O, 2D), which is not made
+            y = (torch.where(left, old, new) * w.mT.to(k.dtype)).sum(-1)  # of (B, H_kv, O, 2D), which is not made
         else:  # one product of both tokens, although each needs a part: two narrower ones take longer
             x = torch.cat([z.transpose(0, 1) for z in (k_leave, v_leave, k, v)], dim=-1)  # (H_kv, B, 4D)
-            y = (x.unflatten(-1, (2, -1)).flatten(1, 2) @ w).unflatten(1, (-1, 2)).transpose(0, 1)  # (B, H_kv, 2, O)
+            x = x.unflatten(-1, (2, -1)).flatten(1, 2)  # (H_kv, 2 B, 2D)
+            narrow = x.dtype == torch.bfloat16  # then O comes in three terms, and padded
+            y = wide_bmm(x, self.terms).unflatten(-1, (3, -1)).sum(-2) if narrow else x @ w.to(x.dtype)
+            y = y[..., :w.shape[-1]].unflatten(1, (-1, 2)).transpose(0, 1)  # (B, H_kv, 2, O)
             y = torch.cat([y[:, :, 0, :n_left], y[:, :, 1, n_left:]], dim=-1)
         skip, query_key, value, gate = y.split([widths[0], widths[1] + widths[2], *widths[3:]], dim=-1)
         return skip, query_key.unflatten(-1, (2, -1)), value, gate
@@ -552,28 +562,31 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         q_feat = F.pad(self.phi(query), (0, 0, delay, 0))[:, :, :T]  # q reads for token q - delay
         h, C, n, m = mlstm_chunkwise(q_feat, k_feat, value, ig, lf, self.chunk or best_chunk(T, self.head_dim))
         scores = self.read(h[:, :, delay:], skip[:, :, : T - delay])  # (B, H_kv, T - delay)
-        return F.pad(scores, (0, delay)), {"C": torch.cat([C.mT, n[:, :, None]], dim=2), "m": m}
+        return F.pad(scores, (0, delay)), {"C": torch.cat([C.mT, n[:, :, None]], dim=2).unflatten(-1, (2, -1)), "m": m}
 
     def init_state(self, batch, device, dtype=torch.float32, group_size=1, cache_dtype=None):
-        C = torch.zeros(batch, self.n_kv_head, self.head_dim // 2 + 1, self.head_dim, device=device, dtype=dtype)
+        half = self.head_dim // 2
+        C = torch.zeros(batch, self.n_kv_head, half + 1, 2, half, device=device, dtype=dtype)
         return {"C": C, "m": C.new_full(C.shape[:2], FLOOR)}
 
     def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
         if not self.delayed and self.name == "kvpop":  # nothing here keeps the score until q leaves the window
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
         skip, query_key, value, gate = self.project_one(k, v, k_leave, v_leave)  # (B, H_kv, ..)
-        ig, lf = self.gates(gate + self.weight("b_gate", k))  # (B, H_kv)
-        if len(k) <= 8:  # all up to C is then one kernel, and C read and written by one; many rows gain nothing by it
-            hold, (q_feat, k_feat) = made, [self.phi_one(z) for z in query_key.unbind(2)]  # (B, H_kv, D)
-        else:
-            sign = 1 - 2 * torch.arange(2, device=k.device)[:, None]  # (2, 1): z and -z, in one softmax
-            hold, (q_feat, k_feat) = lambda z: z, (query_key[..., None, :] * sign).softmax(-1).flatten(3).unbind(2)
+        ig, lf = self.gates(gate + self.weight("b_gate", gate))  # (B, H_kv)
+        if len(k) <= FEW:  # all up to C is then one kernel, and C read and written by one; many rows gain nothing by it
+            hold, whole = made, lambda z: z.sum((-2, -1))
+            q_feat, k_feat = (self.phi_one(z).unflatten(-1, (2, -1)) for z in query_key.unbind(2))  # (B, H_kv, 2, D/2)
+        else:  # sums in two steps: of rows of 64 the compiler makes one pass that reads, updates and writes C
+            hold, whole = lambda z: z, lambda z: z.sum(-1).sum(-1)
+            sign = 1 - 2 * torch.arange(2, device=k.device)[:, None, None]  # z and -z, in one softmax
+            q_feat, k_feat = (query_key[:, :, None] * sign).softmax(-1).unbind(3)
         m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
         f, i = (hold(z.exp()[..., None]) for z in (lf + state["m"] - m, ig - m))
-        q_feat, k_in = hold(q_feat), hold(i * k_feat)
+        q_feat, k_in = hold(q_feat), hold(i[..., None] * k_feat)
         value = F.pad(value, (0, 1), value=1.0)  # (B, H_kv, D/2 + 1)
-        C = f[..., None] * state["C"] + value[..., None] * k_in[..., None, :]  # read from the old one, so in place
-        read = f * (state["C"] * q_feat[..., None, :]).sum(-1) + i * (k_feat * q_feat).sum(-1, keepdim=True) * value
+        C = f[..., None, None] * state["C"] + value[..., None, None] * k_in[:, :, None]  # in place: the old one is read
+        read = f * whole(state["C"] * q_feat[:, :, None]) + i * (k_feat * q_feat).sum((-2, -1))[..., None] * value
         h = read[..., :-1] / read[..., -1:].clamp(min=TINY)
         return self.read(h[:, :, None], skip[:, :, None]).squeeze(-1), {"C": C, "m": m}
 
@@ -639,11 +652,3 @@ def make_scorer(policy, *, n_kv_head, head_dim, window, layer, seed=0, **options
 def make_scorers(policy, *, n_layer, **shape):
     """One scorer per layer as an nn.ModuleList; shape and options as for `make_scorer`."""
     return nn.ModuleList(make_scorer(policy, layer=i, **shape) for i in range(n_layer))
-
-
-def check_window(scorers, window):
-    """ValueError when a learned scorer was trained with another window."""
-    for s in scorers:
-        if s.window is not None and s.window != window:
-            raise ValueError(f"the {s.name} scorer of layer {s.layer} was trained with window {s.window}, "
-                             f"not {window}: use window {s.window} or train another")

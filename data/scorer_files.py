@@ -1,6 +1,6 @@
 """The scorers of a retrofit as files: scorer.safetensors with the weights, scorer.json with what they are.
 
-What this file holds: save_scorers, load_scorers. Nothing is unpickled, and nothing that does not fit is loaded.
+What this file holds: save_scorers, load_scorers, and whether scorers fit: check_scorers, check_window. Nothing is unpickled, and nothing that does not fit is loaded.
 Weights are used in fp32; in the file they may be fp16, half the size.
 """
 import json
@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from scorer import check_window, make_scorers
+from scorer import make_scorers
 
 STORED = {torch.float32: "F32", torch.float16: "F16"}  # what a file may hold, and what safetensors calls it
 
@@ -76,3 +76,21 @@ def load_scorers(folder):
         raise ValueError(f"{path} is not a whole safetensors file ({err}); copy or convert it again") from None
     scorers.load_state_dict(tensors)
     return scorers, settings
+
+
+def check_window(scorers, window):
+    """ValueError when a learned scorer was trained with another window."""
+    for s in scorers:
+        if s.window is not None and s.window != window:
+            raise ValueError(f"the {s.name} scorer of layer {s.layer} was trained with window {s.window}, "
+                             f"not {window}: use window {s.window} or train another")
+
+
+def check_scorers(scorers, config, spec):
+    """ValueError when the scorers do not fit the model or were trained with another window."""
+    found = (len(scorers), scorers[0].n_kv_head, scorers[0].head_dim)
+    wanted = (config.n_layer, config.n_kv_head, config.head_dim)
+    if found != wanted:
+        raise ValueError(f"the scorers fit a model with (layers, KV heads, head_dim) = {found}, this one has {wanted}: "
+                         "take both from one folder")
+    check_window(scorers, spec.window)

@@ -9,7 +9,7 @@ from data.scorer_files import load_scorers, save_scorers
 from decode import KVCache, LayerCache, check_prompts, force, generate, make_step, prefill, step
 from flex_masks import CacheSpec, attention, effective_priority, plan
 from model import ModelConfig, Transformer, causal_attend
-from scorer import LEARNED, POLICIES, check_window, geometry, make_scorer, mlstm_param_count, state_entries
+from scorer import LEARNED, POLICIES, geometry, make_scorer, mlstm_param_count, state_entries
 from scorer import make_scorers as make_all
 
 H, H_KV, V = 4, 2, 120

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import scorer as S
 from data.scorer_files import load_scorers, save_scorers
-from scorer import check_window, make_scorer
+from scorer import make_scorer
 
 B, H, D, W = 2, 3, 8, 16  # rows, KV heads, head_dim, window
 LENGTHS = (1, W, W + 1, 127, 129, 300)
