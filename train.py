@@ -32,6 +32,7 @@ from data import parallel
 from data.batches import PackedRows, Problems, collate_problems, first_row, global_batch, loader, response_mask
 from data.chat import chat_style
 from data.evaluation import autocast, evaluate, evaluate_text
+from data.facts import FactRows
 from data.prompts import tokenizer_of
 from data.run import Run, checked, finite, print_before_after, report
 from data.teacher import TaughtRows, checksum
@@ -72,6 +73,8 @@ class Settings:
     teacher: str = option("", "with --data and --train-base: folder for the teacher's top logits, written on first "
                               "use; the teacher is then not in memory, and its forward is not run")
     tokens: str = option("", "folder for the tokens made of --data; none: tokens in --out")
+    facts: float = option(0.0, "share of the training rows of --data that tell facts and ask for them much later: text "
+                               "alone seldom needs again what it said once")
     held_out: float = option(0.02, "share of the documents of --data that evaluation has for itself")
     max_tokens: int = option(100_000_000, "of --data: tokenising stops there; a hub data set can be without end")
     context: int = option(0, "tokens a row of --data; 0: 2048, or what the model was trained on if that is less")
@@ -167,7 +170,7 @@ def parse_settings(argv=None):
     for name in ("weight_decay", "eval_every", "warmup"):
         if not 0 <= getattr(settings, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must not be below 0, got {getattr(settings, name)}")
-    for name in ("forget", "listwise_share", "held_out", "final_lr_ratio"):
+    for name in ("forget", "listwise_share", "facts", "held_out", "final_lr_ratio"):
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} is a share, 0 to 1, got {getattr(settings, name)}")
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
@@ -181,6 +184,8 @@ def parse_settings(argv=None):
         raise ValueError("--data is for a retrofit on text alone: leave --stage pretrain and --families out")
     if settings.teacher and not (settings.data and settings.train_base):
         raise ValueError("--teacher keeps what a full retrofit on text distils from: add --data and --train-base")
+    if settings.facts and not settings.data:
+        raise ValueError("--facts puts facts into the rows of a text: add --data")
     if settings.stage == "pretrain" and (Path(settings.out) / "scorer.json").is_file():
         raise ValueError(f"--out {settings.out} holds a retrofit, whose scorer does not fit a new base: choose another")
     if settings.stage == "retrofit" and Path(settings.out).resolve() == Path(settings.model).resolve():
@@ -591,6 +596,7 @@ def text_rows(settings, folder, config):
                           cut=True)
     train, held_out = (TextRows(tokens, settings.context, side, seed, tokenizer, config.vocab_size)
                        for side, seed in (("train", settings.seed), ("held_out", 0)))
+    train = FactRows(train, settings.facts, tokenizer) if settings.facts else train
     return train, [held_out[i] for i in range(min(held_out.n, settings.eval_problems))], read_header(tokens)
 
 
@@ -599,7 +605,8 @@ def taught_rows(settings, run, model, rows):
     top_k = min(settings.top_k, model.config.vocab_size)
     taught = TaughtRows(settings.teacher, rows, dict(
         model=fingerprint(run.source), tokenizer=run.text["made"]["tokenizer"], data=checksum(rows.file.path),
-        context=settings.context, top_k=top_k, precision="bfloat16" if settings.device == "cuda" else "float32"))
+        context=settings.context, top_k=top_k, precision="bfloat16" if settings.device == "cuda" else "float32",
+        facts=rows.way() if settings.facts else None))
 
     def logits_of(idx):
         with torch.no_grad(), autocast(settings.device):
