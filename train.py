@@ -34,14 +34,14 @@ from data.chat import chat_style
 from data.evaluation import autocast, evaluate, evaluate_text
 from data.facts import FactRows
 from data.prompts import tokenizer_of
+from data.resolve import resolve_start
 from data.run import Run, checked, finite, print_before_after, report
 from data.teacher import TaughtRows, checksum
 from data.text import TextRows, collate_rows, read_header, token_folder
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
 from flex_masks import CacheSpec, attention, attention_tables
-from model import (GraphedStep, ModelConfig, Transformer, causal_attend, fingerprint, load_model, read_json,
-                   resolve_checkpoint)
+from model import GraphedStep, ModelConfig, Transformer, causal_attend, fingerprint, load_model, read_json
 from targets import (LISTWISE_SHARE, POWER, Retention, counted_rows, gate_shortfall, gated_attend, training_attend)
 
 ADAPTED = ("streaming", "random", "knorm")  # nothing to learn but the base: with --train-base the `-plus` rows
@@ -56,7 +56,7 @@ class Settings:
     """Every knob with its default and its reason. None: the stage's preset below decides."""
     stage: str = option("retrofit", "pretrain makes a base model, retrofit adds KVpop to one",
                         choices=["retrofit", "pretrain"])
-    model: str = option("assets/base", "checkpoint to retrofit: a folder, or with --data also a hub id")
+    model: str = option("assets/base", "checkpoint or retrofit to begin with: a folder, or with --data also a hub id")
     out: str = option("out/kvpop", "folder for checkpoint, training state and log")
     train_base: bool = option(False, "train every weight: KL from the dense teacher adapts the base to the mask")
     resume: bool = option(False, "continue from the training state in --out")
@@ -471,7 +471,7 @@ def compile_scorers(model):
 def retrofit(settings):
     run = Run(settings)
     torch.manual_seed(settings.seed)
-    run.source = resolve_checkpoint(settings.model)
+    run.source, run.base, scorers = resolve_start(settings)
     config = ModelConfig.from_dict(read_json(run.source / "config.json"))
     spec = CacheSpec(settings.n_sink, settings.window, settings.budget,
                      scorers_module.state_entries(settings.policy, config.head_dim, config.group_size, settings.window))
@@ -501,7 +501,7 @@ def retrofit(settings):
     gated = settings.policy == "dms-cap"  # taught by the KL, so it needs a teacher even where the base is frozen
     distilled = settings.train_base and not settings.teacher
     teacher = read(frozen).requires_grad_(False) if distilled else model if gated else None
-    model.scorers = make(settings.policy)
+    model.scorers = scorers.to(settings.device) if scorers else make(settings.policy)
     if sharded:
         parallel.shard(model, settings.device)
         if teacher not in (model, None):
@@ -512,9 +512,9 @@ def retrofit(settings):
         rows = taught_rows(settings, run, model, rows)  # before a resume: now the model is still the teacher
     first_step = run.resume(model, optimizer)
     print(f"{settings.policy} on {settings.model}, {'all weights' if settings.train_base else 'scorer alone'}: "
-          f"{sum(p.numel() for p in model.scorers.parameters()):,} scorer parameters on {settings.device}; "
-          f"{spec.n_sink} sinks + {spec.window} window + {spec.n_select} selected + {spec.state_entries} state "
-          f"= {spec.budget} entries a head")
+          f"{sum(p.numel() for p in model.scorers.parameters()):,} scorer parameters"
+          f"{', begun from its own,' * bool(scorers)} on {settings.device}; {spec.n_sink} sinks + {spec.window} window "
+          f"+ {spec.n_select} selected + {spec.state_entries} state = {spec.budget} entries a head")
 
     def measure(spec=spec, scorers=model.scorers):
         how = dict(bounded=settings.bounded, tau=settings.tau, power=settings.target_power,
