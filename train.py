@@ -32,15 +32,16 @@ from data import parallel
 from data.batches import PackedRows, Problems, collate_problems, first_row, global_batch, loader, response_mask
 from data.chat import chat_style
 from data.evaluation import autocast, evaluate, evaluate_text
+from data.facts import FactRows
 from data.prompts import tokenizer_of
+from data.resolve import resolve_start
 from data.run import Run, checked, finite, print_before_after, report
 from data.teacher import TaughtRows, checksum
 from data.text import TextRows, collate_rows, read_header, token_folder
 from data.tokenizer import EOT
 from data.traces import ALPHABET, FAMILIES, MAX_LENGTH
 from flex_masks import CacheSpec, attention, attention_tables
-from model import (GraphedStep, ModelConfig, Transformer, causal_attend, fingerprint, load_model, read_json,
-                   resolve_checkpoint)
+from model import GraphedStep, ModelConfig, Transformer, causal_attend, fingerprint, load_model, read_json
 from targets import (LISTWISE_SHARE, POWER, Retention, counted_rows, gate_shortfall, gated_attend, training_attend)
 
 ADAPTED = ("streaming", "random", "knorm")  # nothing to learn but the base: with --train-base the `-plus` rows
@@ -55,7 +56,7 @@ class Settings:
     """Every knob with its default and its reason. None: the stage's preset below decides."""
     stage: str = option("retrofit", "pretrain makes a base model, retrofit adds KVpop to one",
                         choices=["retrofit", "pretrain"])
-    model: str = option("assets/base", "checkpoint to retrofit: a folder, or with --data also a hub id")
+    model: str = option("assets/base", "checkpoint or retrofit to begin with: a folder, or with --data also a hub id")
     out: str = option("out/kvpop", "folder for checkpoint, training state and log")
     train_base: bool = option(False, "train every weight: KL from the dense teacher adapts the base to the mask")
     resume: bool = option(False, "continue from the training state in --out")
@@ -72,6 +73,8 @@ class Settings:
     teacher: str = option("", "with --data and --train-base: folder for the teacher's top logits, written on first "
                               "use; the teacher is then not in memory, and its forward is not run")
     tokens: str = option("", "folder for the tokens made of --data; none: tokens in --out")
+    facts: float = option(0.0, "share of the training rows of --data that tell facts and ask for them much later: text "
+                               "alone seldom needs again what it said once")
     held_out: float = option(0.02, "share of the documents of --data that evaluation has for itself")
     max_tokens: int = option(100_000_000, "of --data: tokenising stops there; a hub data set can be without end")
     context: int = option(0, "tokens a row of --data; 0: 2048, or what the model was trained on if that is less")
@@ -167,7 +170,7 @@ def parse_settings(argv=None):
     for name in ("weight_decay", "eval_every", "warmup"):
         if not 0 <= getattr(settings, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must not be below 0, got {getattr(settings, name)}")
-    for name in ("forget", "listwise_share", "held_out", "final_lr_ratio"):
+    for name in ("forget", "listwise_share", "facts", "held_out", "final_lr_ratio"):
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} is a share, 0 to 1, got {getattr(settings, name)}")
     for name in ("tau", "target_power", "learning_rate", "base_learning_rate", "clip"):
@@ -181,6 +184,8 @@ def parse_settings(argv=None):
         raise ValueError("--data is for a retrofit on text alone: leave --stage pretrain and --families out")
     if settings.teacher and not (settings.data and settings.train_base):
         raise ValueError("--teacher keeps what a full retrofit on text distils from: add --data and --train-base")
+    if settings.facts and not settings.data:
+        raise ValueError("--facts puts facts into the rows of a text: add --data")
     if settings.stage == "pretrain" and (Path(settings.out) / "scorer.json").is_file():
         raise ValueError(f"--out {settings.out} holds a retrofit, whose scorer does not fit a new base: choose another")
     if settings.stage == "retrofit" and Path(settings.out).resolve() == Path(settings.model).resolve():
@@ -466,7 +471,7 @@ def compile_scorers(model):
 def retrofit(settings):
     run = Run(settings)
     torch.manual_seed(settings.seed)
-    run.source = resolve_checkpoint(settings.model)
+    run.source, run.base, scorers = resolve_start(settings)
     config = ModelConfig.from_dict(read_json(run.source / "config.json"))
     spec = CacheSpec(settings.n_sink, settings.window, settings.budget,
                      scorers_module.state_entries(settings.policy, config.head_dim, config.group_size, settings.window))
@@ -496,7 +501,7 @@ def retrofit(settings):
     gated = settings.policy == "dms-cap"  # taught by the KL, so it needs a teacher even where the base is frozen
     distilled = settings.train_base and not settings.teacher
     teacher = read(frozen).requires_grad_(False) if distilled else model if gated else None
-    model.scorers = make(settings.policy)
+    model.scorers = scorers.to(settings.device) if scorers else make(settings.policy)
     if sharded:
         parallel.shard(model, settings.device)
         if teacher not in (model, None):
@@ -507,9 +512,9 @@ def retrofit(settings):
         rows = taught_rows(settings, run, model, rows)  # before a resume: now the model is still the teacher
     first_step = run.resume(model, optimizer)
     print(f"{settings.policy} on {settings.model}, {'all weights' if settings.train_base else 'scorer alone'}: "
-          f"{sum(p.numel() for p in model.scorers.parameters()):,} scorer parameters on {settings.device}; "
-          f"{spec.n_sink} sinks + {spec.window} window + {spec.n_select} selected + {spec.state_entries} state "
-          f"= {spec.budget} entries a head")
+          f"{sum(p.numel() for p in model.scorers.parameters()):,} scorer parameters"
+          f"{', begun from its own,' * bool(scorers)} on {settings.device}; {spec.n_sink} sinks + {spec.window} window "
+          f"+ {spec.n_select} selected + {spec.state_entries} state = {spec.budget} entries a head")
 
     def measure(spec=spec, scorers=model.scorers):
         how = dict(bounded=settings.bounded, tau=settings.tau, power=settings.target_power,
@@ -591,6 +596,7 @@ def text_rows(settings, folder, config):
                           cut=True)
     train, held_out = (TextRows(tokens, settings.context, side, seed, tokenizer, config.vocab_size)
                        for side, seed in (("train", settings.seed), ("held_out", 0)))
+    train = FactRows(train, settings.facts, tokenizer) if settings.facts else train
     return train, [held_out[i] for i in range(min(held_out.n, settings.eval_problems))], read_header(tokens)
 
 
@@ -599,7 +605,8 @@ def taught_rows(settings, run, model, rows):
     top_k = min(settings.top_k, model.config.vocab_size)
     taught = TaughtRows(settings.teacher, rows, dict(
         model=fingerprint(run.source), tokenizer=run.text["made"]["tokenizer"], data=checksum(rows.file.path),
-        context=settings.context, top_k=top_k, precision="bfloat16" if settings.device == "cuda" else "float32"))
+        context=settings.context, top_k=top_k, precision="bfloat16" if settings.device == "cuda" else "float32",
+        facts=rows.way() if settings.facts else None))
 
     def logits_of(idx):
         with torch.no_grad(), autocast(settings.device):

@@ -1,15 +1,16 @@
 """Which weights, which policy, which cache: what decode.py's flags and a checkpoint's scorer.json say together.
 
-What this file holds: weights_folder (of a retrofit), resolve_policy, resolve_spec. All that can be refused is refused
-here, before weights are read.
+What this file holds: weights_folder (of a retrofit), resolve_policy, resolve_spec, and for train.py resolve_start. All
+that can be refused is refused here, before weights are read.
 """
 import os
 from dataclasses import replace
 from pathlib import Path
 
 from data.prompts import say
+from data.scorer_files import load_scorers
 from flex_masks import CacheSpec
-from model import read_json, resolve_checkpoint
+from model import ModelConfig, read_json, resolve_checkpoint
 from scorer import LEARNED, check_policy, geometry, state_entries
 
 DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder without a scorer.json
@@ -80,3 +81,33 @@ def resolve_spec(args, settings, policy, config, limit):
         say("warning: n_sink 0 evicts the attention sinks; most models break down beyond the budget")
     most = max(limit, spec.n_sink + spec.window) + spec.state_entries  # no token would reach more slots
     return replace(spec, budget=min(spec.budget, most))
+
+
+def resolve_start(settings):
+    """-> folder of the weights that a retrofit begins with, how its scorer.json is to name them (a hub id or a path),
+    scorers (None: new ones). A --model that is a retrofit itself gives its scorers, and its own weights or those of
+    the base that it names. ValueError where they are not for this policy, window and model, or --out holds these
+    weights."""
+    folder = source = resolve_checkpoint(settings.model)
+    name, scorers = settings.model, None
+    if (folder / "scorer.json").is_file():
+        scorers, stored = load_scorers(folder)
+        found, wanted = (stored["policy"], stored["window"]), (settings.policy, settings.window)
+        if found != wanted:
+            raise ValueError("--model {} holds a scorer for policy {} with window {}, not for {} with {}: give the "
+                             "same --policy and --window, or its base with --model".format(settings.model, *found,
+                                                                                           *wanted))
+        source = weights_folder(folder, stored)
+        if source != folder:
+            named = stored.get("weights", stored.get("base"))
+            name = str(source) if (folder / named).is_dir() else named
+        config = ModelConfig.from_dict(read_json(source / "config.json"))
+        found = (len(scorers), scorers[0].n_kv_head, scorers[0].head_dim)
+        wanted = (config.n_layer, config.n_kv_head, config.head_dim)
+        if found != wanted:
+            raise ValueError(f"--model {settings.model} holds a scorer for (layers, KV heads, head_dim) = {found}, but "
+                             f"the weights in {source} have {wanted}: take both from one retrofit")
+    if source.resolve() == Path(settings.out).resolve():
+        raise ValueError(f"--out {settings.out} holds the weights that --model {settings.model} begins with: a "
+                         "retrofit would overwrite its base, choose another")
+    return source, name, scorers

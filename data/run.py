@@ -25,11 +25,11 @@ from model import copy_companions, save_model, write_json
 
 class Run:
     """The output folder: train_state.pt to resume, the exported checkpoint, log.json. All writes are atomic, and rank
-    0 alone writes. Set `source`, the folder that --model stands for, before a retrofit is saved, and `text`, the header
-    of its token file, where it trains on text (data/text.py)."""
+    0 alone writes. Set `source`, the folder of the weights that a retrofit begins with, and `base`, their path or hub
+    id, before it is saved, and `text`, the header of its token file, where it trains on text (data/text.py)."""
 
     def __init__(self, settings):
-        self.source = self.text = None
+        self.source = self.base = self.text = None
         self.settings, self.folder, self.started = settings, Path(settings.out), time.time()
         try:
             if rank() == 0:
@@ -65,7 +65,7 @@ class Run:
         if self.settings.stage == "pretrain" or self.settings.train_base:
             save_model(model, self.folder, values=state["parameters"])
         if spec is not None:
-            base = self.settings.model  # a hub id stands for itself wherever the folder goes, a path does not
+            base = self.base  # a hub id stands for itself wherever the folder goes, a path does not
             if Path(base).is_dir():
                 base = os.path.relpath(Path(base).resolve(), self.folder.resolve())
             if self.settings.train_base:

@@ -2,8 +2,9 @@
 
 - `TaughtRows`: rows of text with the logits that the teacher gave them; `write` makes those that are not there yet.
 One safetensors file a row, under the number that the row has in its text: a run that was cut off goes on with the rows
-that are missing, other seeds, batches and epochs find theirs, and many processes write side by side. teacher.json says
-of which weights, tokens and length they are. Numbers are kept as they came, so nothing is rounded that a teacher in
+that are missing, other seeds, batches and epochs find theirs, and many processes write side by side. Rows with facts in
+them (facts.py) are new in every seed and epoch, and go by their number in the run. teacher.json says of which weights,
+tokens, length and facts they are. Numbers are kept as they came, so nothing is rounded that a teacher in
 memory would not have rounded: 6 bytes a logit in bf16, 1.5 KB a token for 256 of them.
 
 Letters: B batch, T tokens.
@@ -31,8 +32,8 @@ def checksum(path):
 
 
 class TaughtRows(torch.utils.data.Dataset):
-    """Row i: idx, targets (T,) int64, as in rows (a TextRows), then the teacher's logits (T, top_k) and their tokens
-    (T, top_k) int32. ValueError where a file is missing or damaged.
+    """Row i: idx, targets (T,) int64, as in rows (a TextRows, or FactRows of it), then the teacher's logits (T, top_k)
+    and their tokens (T, top_k) int32. ValueError where a file is missing or damaged.
 
     way: what the logits depend on, name -> JSON value; it must be what teacher.json says, if there is one. ValueError
     names what differs."""
