@@ -476,21 +476,20 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         self.w_score = nn.Parameter(torch.zeros(n_kv_head, half, 1, device="cpu"))  # a
         self.w_skip = nn.Parameter(self.normal(2 * D, skip_width, salt=3) / (2 * D) ** 0.5)  # W_s
         self.w_skip_score = nn.Parameter(torch.zeros(n_kv_head, skip_width, 1, device="cpu"))  # c
-        for name in ("fused", "terms"):  # see fuse
-            self.register_buffer(name, None, persistent=False)
+        self.register_buffer("fused", None, persistent=False)  # see fuse
+        self.register_buffer("terms", None, persistent=False)
 
     def fuse(self, narrow=False):
         """Lay all that multiplies x in one buffer, of which the parameters become parts, transposed: a decode step then
-        has one product in place of five, a reduction that reads w in order. narrow: as bf16 terms too, for steps of many
-        rows on tensor cores. Call it once the scorer is where it will decode, and again for a copy or another dtype."""
+        has one product in place of five, a reduction that reads w in order. narrow: as bf16 terms too, for many rows on
+        tensor cores, which do not follow changes. Call it where it will decode, again for a copy or another dtype."""
         parts = [getattr(self, name) for name in self.projections]
         for p in parts:
             p.data = p.data.mT  # (H_kv, O, 2D)
         self.fused = lay_side_by_side(parts, dim=1).mT  # (H_kv, 2D, O)
         for p in parts:
             p.data = p.data.mT
-        wide = F.pad(self.fused, (0, -self.fused.shape[-1] % 8))
-        self.terms = bf16_terms(wide) if narrow else None  # (H_kv, 2D, 3 O), O padded
+        self.terms = bf16_terms(F.pad(self.fused, (0, -self.fused.shape[-1] % 8))) if narrow else None  # (.., 3 O)
 
     @staticmethod
     def phi(z):
@@ -521,8 +520,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         """x (B, H_kv, T, 2D) times all weights at once, x is read once: skip (.., skip_width), query, key, value
         (.., D/2), gates (.., 2). bf16: see `taken`."""
         w, widths = self.all_weights()
-        y = narrow_product(x, w) if x.dtype == torch.bfloat16 else x @ w.to(x.dtype)
-        return y.split(widths, dim=-1)
+        return (narrow_product(x, w) if x.dtype == torch.bfloat16 else x @ w.to(x.dtype)).split(widths, dim=-1)
 
     def project_one(self, k, v, k_leave, v_leave):
         """The same of a decode step, (B, H_kv, D) each: skip and query of the token that leaves, the rest of the other.
@@ -535,9 +533,8 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
             y = (torch.where(left, old, new) * w.mT.to(k.dtype)).sum(-1)  # of (B, H_kv, O, 2D), which is not made
         else:  # one product of both tokens, although each needs a part: two narrower ones take longer
             x = torch.cat([z.transpose(0, 1) for z in (k_leave, v_leave, k, v)], dim=-1)  # (H_kv, B, 4D)
-            x = x.unflatten(-1, (2, -1)).flatten(1, 2)  # (H_kv, 2 B, 2D)
-            narrow = x.dtype == torch.bfloat16  # then O comes in three terms, and padded
-            y = wide_bmm(x, self.terms).unflatten(-1, (3, -1)).sum(-2) if narrow else x @ w.to(x.dtype)
+            x, narrow = x.unflatten(-1, (2, -1)).flatten(1, 2), x.dtype == torch.bfloat16  # (H_kv, 2 B, 2D)
+            y = wide_bmm(x, self.terms).unflatten(-1, (3, -1)).sum(-2) if narrow else x @ w.to(x.dtype)  # O or padded
             y = y[..., :w.shape[-1]].unflatten(1, (-1, 2)).transpose(0, 1)  # (B, H_kv, 2, O)
             y = torch.cat([y[:, :, 0, :n_left], y[:, :, 1, n_left:]], dim=-1)
         skip, query_key, value, gate = y.split([widths[0], widths[1] + widths[2], *widths[3:]], dim=-1)
@@ -565,8 +562,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         return F.pad(scores, (0, delay)), {"C": torch.cat([C.mT, n[:, :, None]], dim=2).unflatten(-1, (2, -1)), "m": m}
 
     def init_state(self, batch, device, dtype=torch.float32, group_size=1, cache_dtype=None):
-        half = self.head_dim // 2
-        C = torch.zeros(batch, self.n_kv_head, half + 1, 2, half, device=device, dtype=dtype)
+        C = torch.zeros(batch, self.n_kv_head, self.head_dim // 2 + 1, 2, self.head_dim // 2).to(device, dtype)
         return {"C": C, "m": C.new_full(C.shape[:2], FLOOR)}
 
     def score_one(self, state, k, v, k_leave, v_leave, leave_pos):

@@ -1,6 +1,7 @@
 """The scorers of a retrofit as files: scorer.safetensors with the weights, scorer.json with what they are.
 
-What this file holds: save_scorers, load_scorers, and whether scorers fit: check_scorers, check_window. Nothing is unpickled, and nothing that does not fit is loaded.
+What this file holds: save_scorers, load_scorers; check_scorers and check_window, whether they fit.
+Nothing is unpickled, and nothing that does not fit is loaded.
 Weights are used in fp32; in the file they may be fp16, half the size.
 """
 import json

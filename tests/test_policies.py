@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from data.scorer_files import load_scorers, save_scorers
+from data.scorer_files import check_window, load_scorers, save_scorers
 from decode import KVCache, LayerCache, check_prompts, force, generate, make_step, prefill, step
 from flex_masks import CacheSpec, attention, effective_priority, plan
 from model import ModelConfig, Transformer, causal_attend

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import scorer as S
-from data.scorer_files import load_scorers, save_scorers
+from data.scorer_files import check_window, load_scorers, save_scorers
 from scorer import make_scorer
 
 B, H, D, W = 2, 3, 8, 16  # rows, KV heads, head_dim, window
@@ -180,6 +180,24 @@ def test_fused_weights_are_the_same_weights(policy):
         changed, whole = run_steps(s, k, v)[0], s(k, v)[..., : 40 - W]
     torch.testing.assert_close(changed, whole, atol=1e-10, rtol=0)
     assert (changed - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "kvpop-nodelay"])
+def test_many_rows_from_bf16_terms(policy):
+    """bf16 tokens of more than FEW rows take the product from the terms: the scores of the plain fp32 step, whose own
+    rounding is 1e-6 of sums of 2 D numbers of order 1, and not those of weights rounded to bf16 (1e-2)."""
+    s = make(policy).float()
+    size = torch.linspace(0.5, 1.5, S.FEW + 1)[:, None, None, None]
+    k, v = ((z[:1].float() * size).bfloat16() for z in tokens(40))
+    with torch.no_grad():
+        plain, _ = run_steps(s, k, v)
+        s.fuse(narrow=True)
+        assert s.terms.shape == (H, 2 * D, 3 * (s.fused.shape[-1] + -s.fused.shape[-1] % 8))
+        torch.testing.assert_close(run_steps(s, k, v)[0], plain, atol=1e-5, rtol=1e-5)
+        s.terms[..., :2 * s.terms.shape[-1] // 3] = 0  # the smaller two of the three
+        assert (run_steps(s, k, v)[0] - plain).abs().max() > 1e-4
+        few = run_steps(s, k[:S.FEW], v[:S.FEW])[0]  # these read the fp32 weights
+        torch.testing.assert_close(few, plain[:S.FEW], atol=1e-5, rtol=1e-5)
 
 
 def test_kvpop_in_fp32():
