@@ -18,8 +18,9 @@ from data.cases import add_flags, identity, impossible, open_checkpoint
 from data.chat import chat_style
 from data.results import Clock, Table, bootstrap, print_table, require
 from data.text import TokenFile, needle_prompt, read_documents, split_of
-from decode import check_request, force, generate
+from decode import check_request, force, fuse_scorers, generate
 from model import causal_attend
+from scorer import FEW
 from targets import policy_attend
 
 LOGITS = 2**25  # at a time: 128 MiB in fp32
@@ -371,7 +372,7 @@ def health(args):
     table = Table(args.out, checkpoint.device, dict(model=args.model), benchmark="health", text=args.text,
                   text_crc=crc(prompts), base_checkpoint=weights_of_base(checkpoint), context=args.context,
                   prompt_tokens=args.prompt_tokens, **sampling, seed=args.seed, dtype=str(checkpoint.dtype)[6:])
-    clock, base = Clock(len(checkpoint.jobs)), None
+    clock, base, on_gpu = Clock(len(checkpoint.jobs)), None, torch.device(checkpoint.device).type == "cuda"
     for case, spec in checkpoint.jobs:
         clock.start()
         who, how = identity(case, spec)
@@ -380,13 +381,18 @@ def health(args):
         base = base or checkpoint.load()
         model, spec, scorers = case.load(base, args.seed)
         note = spec and impossible(case, spec, args.prompt_tokens)
+        if on_gpu:  # thousands of steps a text
+            torch._dynamo.reset()  # or the shapes of all policies reach its limit of recompiles
+            model.fuse()
+            fuse_scorers(scorers, narrow=checkpoint.dtype == torch.bfloat16 and args.rows > FEW)
         row = dict.fromkeys(("perplexity", "perplexity_ratio", "ci_low", "ci_high", "distinct_4", "distinct_4_dense",
                              "n_documents", "nll_by_document"))
         if not note:
             said = []
             for start in range(0, len(prompts), args.rows):
                 some = prompts[start:start + args.rows]
-                said += generate(model, some, spec, scorers, graph=args.graph, max_new_tokens=n_new, stop_ids=[],
+                said += generate(model, some, spec, scorers, graph=args.graph, compiled=on_gpu and args.compile,
+                                 ahead=True, max_new_tokens=n_new, stop_ids=[],
                                  seed=[args.seed * 10**6 + start + i for i in range(len(some))], **sampling).tokens
             nll = [dense_nll(base, prompt, new) for prompt, new in zip(prompts, said)]
             varied = sum(map(distinct, said)) / len(said)
@@ -441,6 +447,7 @@ def health_flags(add):
     add("--top-p", "share of probability to sample from", 1.0, type=float)
     add("--top-k", "number of tokens to sample from, 0 = all", 0, type=int)
     add("--rows", "texts at a time", 16, type=int)
+    add("--compile", "on a GPU, run blocks through torch.compile", True, action=argparse.BooleanOptionalAction)
     add("--out", "name of the JSON in assets/results", "health")
 
 
