@@ -42,11 +42,11 @@ CHUNK = 8192  # tokens that a prefill takes through an MLP at a time: a prompt's
 # ------------------------------------------------------------------------------------------------------------ The cache
 
 def choose_victim(priority, position):
-    """Slot to give up, (B, H_kv) int64: the lowest priority, among equals the oldest position. Exact at any precision.
-    A bare argmin would break ties by slot, and the mask of training breaks them by position. Empty slots carry -inf
-    and position slot - N, so that the same rule fills slots 0, 1, 2, ... before anything is evicted."""
+    """Slot to give up, (B, H_kv) int64: the lowest priority, among equals the oldest position; and that priority. Exact
+    at any precision. A bare argmin would break ties by slot, and the mask of training breaks them by position. Empty
+    slots carry -inf and position slot - N, so that the same rule fills slots 0, 1, 2, ... before anything is evicted."""
     lowest = priority.amin(-1, keepdim=True)  # (B, H_kv, 1)
-    return position.masked_fill(priority > lowest, NEVER).argmin(-1)
+    return position.masked_fill(priority > lowest, NEVER).argmin(-1), lowest.squeeze(-1)
 
 
 FEW = 64  # KV heads of all rows: not enough to fill the card
@@ -132,9 +132,11 @@ class LayerCache:
         b, h, window, scorer = self.b, self.h, self.spec.window, self.scorer
         k, v = k.squeeze(2), v.squeeze(2)  # (B, H_kv, D)
         entry, priority = (input_pos % window)[:, None], self.priority  # (B, 1)
+        safe = priority.new_full((), 0.0 if self.dynamic else math.inf)
         if self.dynamic:
             priority = priority.masked_fill((self.position >= 0) & ~self.candidates(input_pos), math.inf)
-        elif scorer is not None:  # token u = q - window leaves the window: score it, let it compete
+        victim, lowest = choose_victim(priority, self.position)  # decided before the write: never more than N entries
+        if scorer is not None and not self.dynamic:  # token u = q - window leaves the window: score it, let it compete
             u = input_pos - window  # (B,)
             slot = self.ring[b, h, entry].long()  # (B, H_kv); read here, written below for token q
             # a policy may decide by a token after u, in the cache unless it is q itself
@@ -146,18 +148,16 @@ class LayerCache:
             new = new.masked_fill(new.isnan(), math.inf)  # which a compiled step cannot refuse: `check` finds it
             # sinks stay at +inf; rows where nothing has left yet (u < 0) rewrite what is there
             new = torch.where(u[:, None] >= self.spec.n_sink, new, priority[b, h, slot])
-            here = torch.arange(self.spec.n_slots, device=k.device) == slot[..., None]  # (B, H_kv, N)
-            priority = torch.where(here, new[..., None], priority)  # in a compiled step not made, only compared
-        victim = choose_victim(priority, self.position)  # decided before the write: never more than N entries
+            # so far u was safe, so victim is the least of the others, who are older and go first if equal
+            victim = torch.where(new < lowest, slot, victim)
+            # one write for u and for q, which may take the place of u
+            both = torch.stack([new.masked_fill(slot == victim, math.inf), safe.expand_as(new)], -1)  # (B, H_kv, 2)
+            self.priority.index_put_((b[..., None], h[..., None], torch.stack([slot, victim], -1)), both)
+        else:
+            self.priority.index_put_((b, h, victim), safe)
         # index_put_ and not scatter_: with an expanded index the compiler would copy the whole cache every step
         self.k_cache.index_put_((b, h, victim), k)
         self.v_cache.index_put_((b, h, victim), v)
-        safe = self.priority.new_full(victim.shape, 0.0 if self.dynamic else math.inf)
-        if scorer is None or self.dynamic:
-            self.priority.index_put_((b, h, victim), safe)
-        else:  # both in one write; what left may itself be the victim
-            both = torch.stack([new.masked_fill(slot == victim, math.inf), safe], -1)  # (B, H_kv, 2)
-            self.priority.index_put_((b[..., None], h[..., None], torch.stack([slot, victim], -1)), both)
         self.position.index_put_((b, h, victim), input_pos[:, None].int())
         self.ring.index_put_((b, h, entry), victim.int())
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, group_size, D): a group's heads as its queries
@@ -231,7 +231,8 @@ class KVCache:
                 layer.state["prompt"].copy_(lengths)
 
     def run(self, block, x, cos, sin, attend, layer):  # the model's, in place of calling the block
-        compiled = tuned_block_step if self.compiled == "tuned" else compiled_block_step
+        compiled = (tuned_block_step if self.compiled == "tuned" else one_block_step if len(x) == 1 else
+                    compiled_block_step)
         return compiled(block, self.layers[layer], x, cos, sin, self.input_pos, self.full,
                         None if self.full else self.filling)
 
@@ -326,10 +327,12 @@ def block_step(block, slots, x, cos, sin, input_pos, full, filling):
 
 # no reduction in two kernels, they are short; on Hopper a kernel is launched while the one before it still runs (PDL)
 WHOLE = {"split_reductions": False, "triton.enable_pdl": True}
+# of one row products are reductions (model.linear): their tiles are tried out, or they would be slower than products
+ONE = {**WHOLE, "max_autotune_pointwise": True}
 compiled_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options=WHOLE)
-# at batch 1 products become reductions, tried out one by one: nearer to the memory's speed, but a minute of compilation
+one_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options=ONE)
 tuned_block_step = torch.compile(block_step, dynamic=False, fullgraph=True,
-                                 options={**WHOLE, "coordinate_descent_tuning": True})
+                                 options={**WHOLE, "coordinate_descent_tuning": True})  # a minute of compilation
 
 
 @torch.no_grad()

@@ -319,7 +319,7 @@ def test_the_victim_is_exact(dtype):
             ([0.0, -0.0, 1.0, 1.0], [5, 8, 1, 2], 0),
             ([inf, -inf, -1e30, -inf], [5, -3, 1, -1], 1)]       # empty slots first, in slot order
     for priority, position, slot in rows:
-        got = choose_victim(torch.tensor([[priority]], dtype=dtype), torch.tensor([[position]], dtype=torch.int32))
+        got, _ = choose_victim(torch.tensor([[priority]], dtype=dtype), torch.tensor([[position]], dtype=torch.int32))
         assert got.item() == slot, (priority, position)
 
 
