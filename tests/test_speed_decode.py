@@ -237,8 +237,8 @@ def test_compiled_blocks_serve_all_layers(policy, compiles, monkeypatch):
     cache and not one a layer."""
     from torch._dynamo.testing import CompileCounterWithBackend
     counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(decode, "compiled_block_step", torch.compile(decode.block_step, backend=counter, fullgraph=True,
-                                                                     dynamic=False))
+    monkeypatch.setattr(decode, "one_block_step", torch.compile(decode.block_step, backend=counter, fullgraph=True,
+                                                                dynamic=False))
     monkeypatch.setattr(decode, "effective_priority", lambda score, log_gamma, at: score - at * log_gamma)
     args = bench.parse_args(["decode", "--shape", "traces", "--compile"])
     args.window, args.prefill = 16, 0
