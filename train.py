@@ -284,7 +284,7 @@ def make_optimizer(model, settings):
     for p in base:
         p.requires_grad_(settings.train_base)
     cuda = settings.device == "cuda"
-    return torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), fused=cuda, capturable=cuda)
+    return parallel.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), fused=cuda, capturable=cuda)
 
 
 def set_rates(optimizer, step, settings):

@@ -2,7 +2,7 @@
 
 - `processes`: joins the group that torchrun describes, and `report_error`, by which one error is said once;
 - `agree`, `averaged`, `largest`, `first`: sums, means and maxima over processes, and what rank 0 does before others;
-- `shard`, `Engine`: FSDP2 or DDP around a model whose loss is more than one forward;
+- `shard`, `Engine`: FSDP2 or DDP around a model whose loss is more than one forward; `AdamW`, its optimiser;
 - `gathered`, `placed`: whole tensors for a checkpoint, and back to where their shards lie;
 - `catch_stop_signals`: SIGTERM, and Ctrl-C where there are many processes, stop them all after the same step.
 Without torchrun there is one process, and none of these communicates.
@@ -215,6 +215,19 @@ class Engine:
             loss, rest = self.call(function, *args, **flags)
             loss.backward()
         return rest
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, which for a sharded parameter works on this process's own shard as a plain tensor; its moments stay
+    sharded tensors. Given a sharded one, the fused kernel with a rate in a tensor is tried out on zeros of the whole
+    parameter, its gradient and moments, on the CPU of every process: 16 bytes a parameter, 131 GB for 8B
+    (pytorch/pytorch#140874). And each step leaks a little (#188174)."""
+
+    def _init_group(self, group, params_with_grad, grads, exp_avgs, exp_avg_sqs, *rest):
+        found = super()._init_group(group, params_with_grad, grads, exp_avgs, exp_avg_sqs, *rest)
+        for tensors in (params_with_grad, grads, exp_avgs, exp_avg_sqs):
+            tensors[:] = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return found
 
 
 # ----------------------------------------------------------------------------- checkpoints

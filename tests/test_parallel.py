@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import bench
 import model as model_file
@@ -283,6 +284,37 @@ def test_gradients_meet_once_a_step(base, two, tmp_path, engine):
         else:  # shards have no gradient until all have been summed
             assert mine == other == ("reduced" if last else None)
     assert [last for last, _ in seen[0]["grads"]] == [False, True] * 3
+
+
+@pytest.mark.parametrize("optimizer, plain", [(parallel.AdamW, True), (torch.optim.AdamW, False)])
+def test_the_fused_step_of_a_shard_sees_plain_tensors(optimizer, plain, monkeypatch):
+    """Else every process makes whole moments on its CPU first, see parallel.AdamW. A mesh of one process is enough to
+    make parameters sharded ones; the numbers are those of an ordinary parameter and the moments stay sharded."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, start = torch.distributed.device_mesh.init_device_mesh("cpu", (1,)), torch.randn(6, 4)
+        whole = torch.nn.Parameter(start.clone())
+        shard = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
+        how, seen, fused = dict(lr=torch.tensor(1e-2), weight_decay=0.1, fused=True), [], torch._fused_adamw_
+
+        def spy(*lists, **options):
+            seen.append([type(t) for tensors in lists for t in tensors])
+            return fused(*lists, **options)
+        one, other = torch.optim.AdamW([whole], **how), optimizer([shard], **how)
+        monkeypatch.setattr(torch, "_fused_adamw_", spy)
+        for _ in range(3):
+            grad = torch.randn(6, 4)
+            whole.grad, shard.grad = grad, distribute_tensor(grad, mesh, [Shard(0)])
+            one.step(), other.step()
+        assert all(DTensor not in types for types in seen[::2])
+        assert all((DTensor not in types) == plain for types in seen[1::2]) and len(seen) == 6
+        assert torch.equal(shard.full_tensor(), whole) and not torch.equal(whole, start)
+        for name, moment in one.state[whole].items():
+            mine = other.state[shard][name]
+            assert isinstance(mine, DTensor) == (name != "step")
+            assert torch.equal(mine.full_tensor() if name != "step" else mine, moment)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_text_is_tokenised_once_and_teaches_the_same(two, tmp_path):
