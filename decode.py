@@ -43,8 +43,8 @@ CHUNK = 8192  # tokens that a prefill takes through an MLP at a time: a prompt's
 
 def choose_victim(priority, position):
     """Slot to give up, (B, H_kv) int64: the lowest priority, among equals the oldest position; and that priority. Exact
-    at any precision. A bare argmin would break ties by slot, and the mask of training breaks them by position. Empty
-    slots carry -inf and position slot - N, so that the same rule fills slots 0, 1, 2, ... before anything is evicted."""
+    at any precision. A bare argmin would break ties by slot, the mask of training breaks them by position. Empty slots
+    carry -inf and position slot - N, so that the same rule fills slots 0, 1, 2, ... before anything is evicted."""
     lowest = priority.amin(-1, keepdim=True)  # (B, H_kv, 1)
     return position.masked_fill(priority > lowest, NEVER).argmin(-1), lowest.squeeze(-1)
 

@@ -264,18 +264,19 @@ def lay_side_by_side(parameters, dim=0):
 
 
 def linear(x, weight, bias=None):
-    """F.linear. Compiled, of one token on a GPU: a reduction, which reads the weight nearer to the speed of the memory,
+    """F.linear. Compiled, of one token: a reduction, which on a GPU reads the weight nearer to the speed of the memory,
     and into which the compiler takes what comes before and after."""
-    if bias is None and x.is_cuda and x.shape[:-1].numel() == 1 and torch.compiler.is_compiling():
-        return (x.flatten().float() * weight.float()).sum(-1).to(x.dtype).view(*x.shape[:-1], -1)
+    if bias is None and x.shape[:-1].numel() == 1 and torch.compiler.is_compiling():
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (x.flatten().to(wide) * weight.to(wide)).sum(-1).to(x.dtype).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
 
 
 def side_by_side(x, linears, fused):
-    """[linear(x) for linear in linears], in one product where their weights lie in `fused`, which has no gradient."""
+    """[part(x) for part in linears], in one product where their weights lie in `fused`, which has no gradient."""
     if fused is None or torch.is_grad_enabled():
-        return [linear(x) for linear in linears]
-    return linear(x, fused).split([linear.out_features for linear in linears], dim=-1)
+        return [part(x) for part in linears]
+    return linear(x, fused).split([part.out_features for part in linears], dim=-1)
 
 
 class Attention(nn.Module):

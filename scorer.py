@@ -446,8 +446,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         phi(z) = [softmax(z); softmax(-z)] (Hedgehog), i = exp(a_i), f = sigmoid(a_f), a = 15 tanh(linear(x) / 15)
 
     Features are positive, so h is a convex mix of past values. State per row and head, fp32: m (1), and C
-    (D/2 + 1, 2, D/2), transposed, for both halves of phi, and with n as its last row, the memory of a value that is
-    always 1: one read and one write.
+    (D/2 + 1, 2, D/2), transposed, n its last row, the memory of a value that is always 1: one read and one write.
     Start: W_q = W_k = random orthonormal columns on the key half of x, W_v on the value half: that keeps the RMS of a
     key at every head_dim (softmax neither flat nor one-hot), and a token reads the values of keys like its own. a = c =
     0: equal scores, so with decay it begins as StreamingLLM. Gate weights 0, input bias 0, forget bias over heads log
@@ -489,7 +488,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         self.fused = lay_side_by_side(parts, dim=1).mT  # (H_kv, 2D, O)
         for p in parts:
             p.data = p.data.mT
-        self.terms = bf16_terms(F.pad(self.fused, (0, -self.fused.shape[-1] % 8))) if narrow else None  # (.., 3 O)
+        self.terms = bf16_terms(F.pad(self.fused.float(), (0, -self.fused.shape[-1] % 8))) if narrow else None
 
     @staticmethod
     def phi(z):
@@ -562,7 +561,8 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         return F.pad(scores, (0, delay)), {"C": torch.cat([C.mT, n[:, :, None]], dim=2).unflatten(-1, (2, -1)), "m": m}
 
     def init_state(self, batch, device, dtype=torch.float32, group_size=1, cache_dtype=None):
-        C = torch.zeros(batch, self.n_kv_head, self.head_dim // 2 + 1, 2, self.head_dim // 2).to(device, dtype)
+        shape = batch, self.n_kv_head, self.head_dim // 2 + 1, 2, self.head_dim // 2
+        C = torch.zeros(shape, device=device, dtype=dtype)
         return {"C": C, "m": C.new_full(C.shape[:2], FLOOR)}
 
     def score_one(self, state, k, v, k_leave, v_leave, leave_pos):

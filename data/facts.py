@@ -179,11 +179,16 @@ class Fact:
     asked: list[int]
 
 
-def draw_fact(form, rng, times, taken=()) -> Fact:
-    """A fact of this form that is asked for `times` times (0 to 2), with neither subject nor answer in `taken`."""
+def draw_fact(form, rng, times, taken=()) -> Fact | None:
+    """A fact of this form that is asked for `times` times (0 to 2), with neither subject nor answer in `taken`. None
+    where a hundred draws find no such, as in a row so long that it has named nearly every place."""
     subject, answer, tells, asks = form
-    while (s := drawn(subject, rng)) in taken or (a := drawn(answer, rng)) in taken:
-        pass
+    for _ in range(100):
+        s, a = drawn(subject, rng), None
+        if s not in taken and (a := drawn(answer, rng)) not in taken:
+            break
+    else:
+        return None
     return Fact(s, a, [text.format(s=s, a=a) for text in (rng.choice(tells), *rng.sample(asks, times))], 0, [0] * times)
 
 
@@ -202,6 +207,8 @@ def with_facts(ids, tokenizer, rng):
     for i in range(n):
         times = rng.choices(*TIMES_ASKED)[0] if facts else 1
         fact = draw_fact(forms[i % len(forms)], rng, times, taken)
+        if fact is None:
+            continue
         pieces = encoded(fact, tokenizer)
         if used + sum(map(len, pieces)) > len(ids) // 2:
             break

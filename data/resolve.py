@@ -19,6 +19,8 @@ DEFAULTS = dict(n_sink=4, window=256, budget=2048)  # the paper's, for a folder 
 def named_folder(folder, name):
     """A folder that the scorer.json of `folder` names: relative to it, or by hub id. FileNotFoundError says where a
     checkpoint must be that is not there."""
+    if not isinstance(name, str):
+        raise ValueError(f"{Path(folder) / 'scorer.json'} names a checkpoint {name!r}: give a folder or a hub id")
     local = Path(folder) / name
     if name.startswith(".") and not local.is_dir():
         bare = "" if (Path(folder) / "config.json").is_file() else ", which has no config.json,"

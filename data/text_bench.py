@@ -368,11 +368,13 @@ def health(args):
     checkpoint = open_checkpoint(args, args.context, NEEDS_FUTURE)
     prompts = read_long(args, checkpoint, args.prompt_tokens, args.documents)
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+    on_gpu = torch.device(checkpoint.device).type == "cuda"
     check_request(prompts, n_new, checkpoint.config.max_seq_len, **sampling)
     table = Table(args.out, checkpoint.device, dict(model=args.model), benchmark="health", text=args.text,
                   text_crc=crc(prompts), base_checkpoint=weights_of_base(checkpoint), context=args.context,
-                  prompt_tokens=args.prompt_tokens, **sampling, seed=args.seed, dtype=str(checkpoint.dtype)[6:])
-    clock, base, on_gpu = Clock(len(checkpoint.jobs)), None, torch.device(checkpoint.device).type == "cuda"
+                  prompt_tokens=args.prompt_tokens, **sampling, compiled=on_gpu and args.compile, seed=args.seed,
+                  dtype=str(checkpoint.dtype)[6:])
+    clock, base = Clock(len(checkpoint.jobs)), None
     for case, spec in checkpoint.jobs:
         clock.start()
         who, how = identity(case, spec)

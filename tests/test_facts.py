@@ -148,6 +148,17 @@ def test_a_row_too_short_for_a_fact_is_left_as_it_is():
 
 # ----------------------------------------------------------------------------- rows
 
+def test_a_row_longer_than_there_are_names_for_ends():
+    """262,145 tokens have room for more facts of a form than it has answers: it is left then, and the others go on."""
+    for seed in range(3):
+        row, facts = with_facts([65] * 262_145, ByteTokenizer(), random.Random(seed))
+        assert len(row) == 262_145 and len(facts) > 200
+        assert len({f.answer for f in facts}) == len(facts)
+    form = ("{place}", "{place}", ("{s} {a}",), ("{s} {a}",) * 2)
+    assert draw_fact(form, random.Random(0), 1, set(WORDS["place"])) is None
+    assert draw_fact(form, random.Random(0), 1, set(WORDS["place"][20:])) is not None
+
+
 def test_rows_follow_from_seed_and_number_alone(folder):
     rows, again = fact_rows(folder), fact_rows(folder)
     backwards = {i: again[i] for i in reversed(range(40))}

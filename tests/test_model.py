@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -287,6 +288,26 @@ def test_a_step_replays_in_a_cuda_graph():
         graph.replay()
         for ours, eager in zip(replayed, step()):
             torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("dtype, bar", [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_a_compiled_product_of_one_token_is_a_sum(dtype, bar):
+    """The same numbers, sums of 512 terms of order 1, with no product left in the graph; of two tokens, with a bias, or
+    not compiled, it is F.linear itself."""
+    weight, ops = torch.randn(64, 512, dtype=dtype), []
+
+    def note(graph, inputs):
+        ops.append({str(node.target) for node in graph.graph.nodes if node.op in ("call_function", "call_method")})
+        return graph
+    compiled = torch.compile(model_py.linear, backend=note, dynamic=False, fullgraph=True)
+    for shape, bias, summed in (((1, 1, 512), None, True), ((512,), None, True), ((2, 1, 512), None, False),
+                                ((1, 2, 512), None, False), ((1, 1, 512), torch.randn(64, dtype=dtype), False)):
+        x = torch.randn(shape, dtype=dtype)
+        want = F.linear(x, weight, bias)
+        got = compiled(x, weight, bias)
+        assert got.dtype == dtype and torch.equal(model_py.linear(x, weight, bias), want)
+        torch.testing.assert_close(got, want, atol=bar * 512**0.5, rtol=bar)
+        assert ("sum" in ops[-1]) == summed and any("linear" in name for name in ops[-1]) != summed
 
 
 def test_checkpointed_blocks_give_the_same_gradients():
