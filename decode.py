@@ -49,7 +49,7 @@ def choose_victim(priority, position):
     return position.masked_fill(priority > lowest, NEVER).argmin(-1), lowest.squeeze(-1)
 
 
-FEW = 64  # KV heads of all rows: not enough to fill the card
+FEW_HEADS = 64  # KV heads of all rows: not enough to fill the card
 
 
 def attend_all(q, k, v):
@@ -57,7 +57,7 @@ def attend_all(q, k, v):
     layer at batch 1 and 4096 entries, cuDNN 50. It is called by name: the first step that a process compiles was seen
     to ignore sdpa_kernel. Many heads: SDPA's choice, cuDNN, 124 us against 210 at batch 64, 2048 entries (H200)."""
     fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    if fits and k.shape[:2].numel() <= FEW and torch.cuda.get_device_capability(q.device)[0] >= 8:
+    if fits and k.shape[:2].numel() <= FEW_HEADS and torch.cuda.get_device_capability(q.device)[0] >= 8:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -244,7 +244,7 @@ class KVCache:
         """Whether the host knows that the next step leaves every slot filled, and says so. Dense and dynamic policies:
         never. Nor compiled with few heads: `filling` is as fast as flash (16 us a layer, 18): one step does for all."""
         layer, filled = self.layers[0], self.seen >= self.spec.n_slots - 1
-        flex = self.compiled and self.filling is not None and layer.k_cache.shape[:2].numel() <= FEW
+        flex = self.compiled and self.filling is not None and layer.k_cache.shape[:2].numel() <= FEW_HEADS
         return filled and not flex and layer.scorer is not None and not layer.dynamic
 
     def check(self):

@@ -22,7 +22,7 @@ from model import lay_side_by_side
 POLICIES = ("dense", "streaming", "random", "random-prompt", "knorm", "keydiff", "tova-layer", "tova-head", "h2o",
             "h2o-mean", "snapkv", "rkv", "vase", "dms-cap", "kvpop-mlp", "kvpop", "kvpop-nodelay", "position", "oracle")
 LEARNED = ("dms-cap", "kvpop-mlp", "kvpop", "kvpop-nodelay", "position")  # these need a checkpoint
-FEW = 8  # rows: a decode step of no more lays its sums out in another way, see MLSTM
+FEW_ROWS = 8  # rows: a decode step of no more lays its sums out in another way, see MLSTM
 FLOOR = -1e30  # "log of nothing": a finite stand-in for -inf, because -inf - (-inf) is NaN
 _CLASSES = {}  # policy -> class, filled in by the classes themselves
 TINY = 1e-30  # smallest denominator; phi(q).n itself gets as small as 4e-22, so 1e-6 or 1e-20 would change scores
@@ -156,7 +156,7 @@ class Scorer(nn.Module):
         is u = q - window, the token that leaves the window, and k_leave, v_leave (B, H_kv, D) are token u + shift.
         -> score of token u, (B, H_kv) fp32, and state. Rows with leave_pos < 0: finite, but means nothing."""
         with torch.autocast(k.device.type, enabled=False):
-            narrow = getattr(self, "terms", None) is not None and len(k) > FEW and k.dtype == k_leave.dtype
+            narrow = getattr(self, "terms", None) is not None and len(k) > FEW_ROWS and k.dtype == k_leave.dtype
             work = torch.bfloat16 if narrow and k.dtype == torch.bfloat16 else self.work_dtype(k)  # as in `taken`
             k, v, k_leave, v_leave = (z.detach().to(work) for z in (k, v, k_leave, v_leave))
             k_leave, v_leave = (z.masked_fill((leave_pos < 0)[:, None, None], 0.0) for z in (k_leave, v_leave))
@@ -526,7 +526,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         -> (B, H_kv, .) each, query and key as one, (B, H_kv, 2, D/2)."""
         w, widths = self.all_weights()
         n_left = sum(widths[:2])
-        if torch.compiler.is_compiling() and len(k) <= FEW:  # a reduction, faster than a GEMM
+        if torch.compiler.is_compiling() and len(k) <= FEW_ROWS:  # a reduction, faster than a GEMM
             old, new = (torch.cat(pair, dim=-1)[:, :, None] for pair in ((k_leave, v_leave), (k, v)))
             left = (torch.arange(w.shape[-1], device=k.device) < n_left)[:, None]
             y = (torch.where(left, old, new) * w.mT.to(k.dtype)).sum(-1)  # of (B, H_kv, O, 2D), which is not made
@@ -570,7 +570,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
         skip, query_key, value, gate = self.project_one(k, v, k_leave, v_leave)  # (B, H_kv, ..)
         ig, lf = self.gates(gate + self.weight("b_gate", gate))  # (B, H_kv)
-        if len(k) <= FEW:  # all up to C is then one kernel, and C read and written by one; many rows gain nothing by it
+        if len(k) <= FEW_ROWS:  # all up to C is then one kernel, C read and written by one; many rows gain nothing
             hold, whole = made, lambda z: z.sum((-2, -1))
             q_feat, k_feat = (self.phi_one(z).unflatten(-1, (2, -1)) for z in query_key.unbind(2))  # (B, H_kv, 2, D/2)
         else:  # sums in two steps: of rows of 64 the compiler makes one pass that reads, updates and writes C

@@ -595,7 +595,7 @@ def test_when_a_step_is_told_that_the_cache_is_full(monkeypatch):
     assert cache.full
     cache.compiled = True
     assert not cache.full
-    monkeypatch.setattr(decode, "FEW", 1)
+    monkeypatch.setattr(decode, "FEW_HEADS", 1)
     many = KVCache(model.config, make_spec("random"), 2, make_scorers("random", model))
     many.filling, many.compiled, many.seen = cache.filling, True, N
     assert many.full

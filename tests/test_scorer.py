@@ -184,10 +184,10 @@ def test_fused_weights_are_the_same_weights(policy):
 
 @pytest.mark.parametrize("policy", ["kvpop", "kvpop-nodelay"])
 def test_many_rows_from_bf16_terms(policy):
-    """bf16 tokens of more than FEW rows take the product from the terms: the scores of the plain fp32 step, whose own
+    """bf16 tokens of more than FEW_ROWS rows take the product from the terms: the scores of the plain fp32 step, whose own
     rounding is 1e-6 of sums of 2 D numbers of order 1, and not those of weights rounded to bf16 (1e-2)."""
     s = make(policy).float()
-    size = torch.linspace(0.5, 1.5, S.FEW + 1)[:, None, None, None]
+    size = torch.linspace(0.5, 1.5, S.FEW_ROWS + 1)[:, None, None, None]
     k, v = ((z[:1].float() * size).bfloat16() for z in tokens(40))
     with torch.no_grad():
         plain, _ = run_steps(s, k, v)
@@ -196,8 +196,8 @@ def test_many_rows_from_bf16_terms(policy):
         torch.testing.assert_close(run_steps(s, k, v)[0], plain, atol=1e-5, rtol=1e-5)
         s.terms[..., :2 * s.terms.shape[-1] // 3] = 0  # the smaller two of the three
         assert (run_steps(s, k, v)[0] - plain).abs().max() > 1e-4
-        few = run_steps(s, k[:S.FEW], v[:S.FEW])[0]  # these read the fp32 weights
-        torch.testing.assert_close(few, plain[:S.FEW], atol=1e-5, rtol=1e-5)
+        few = run_steps(s, k[:S.FEW_ROWS], v[:S.FEW_ROWS])[0]  # these read the fp32 weights
+        torch.testing.assert_close(few, plain[:S.FEW_ROWS], atol=1e-5, rtol=1e-5)
 
 
 def test_kvpop_in_fp32():
