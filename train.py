@@ -102,6 +102,7 @@ class Settings:
     bounded: bool = option(True, "future mass of an evicted token as if it were put back (targets.py)")
     target_power: float = option(POWER, "power mean over future queries in the target; 1 is the paper's mean mass")
     top_k: int = option(256, "teacher logits that the KL sees, renormalised")
+    kl_rest: bool = option(False, "and all other tokens as one more, so that their share stays what it was")
     prompt_weight: float = option(0.1, "loss weight of prompt tokens in pretraining: they are mostly random")
     forget: float = option(0.5, "share of pretraining documents that lose sight of spent scratch after the window, or "
                                 "a small model looks up old sums instead of doing new ones, and needs every byte")
@@ -231,23 +232,31 @@ def cross_entropy(model, hidden, targets, weight, total=None):
                    vocab_size=model.config.vocab_size) / (weight.sum() if total is None else total)
 
 
+def with_rest(top, logits):
+    """top (n, k), of logits (n, V) -> (n, k + 1) fp32: and the logit of all other tokens taken together."""
+    of_all, of_top = (z.float().logsumexp(-1, keepdim=True) for z in (logits, top))
+    return torch.cat([top.float(), of_all + (-torch.expm1((of_top - of_all).clamp(max=-1e-6))).log()], dim=-1)
+
+
 @torch.no_grad()
-def top_logits(teacher, hidden, top_k):
+def top_logits(teacher, hidden, top_k, rest=False):
     """The teacher's side of the KL: hidden (B, T, C) -> its top_k logits and their tokens, (B, T, top_k) each, in the
-    dtype of the product and int32."""
+    dtype of the product and int32. rest: one logit more, see with_rest."""
     found = []
     for h in hidden.flatten(0, 1).split(rows_at_a_time(teacher.config.vocab_size, hidden.device)):
-        logits, tokens = teacher.unembed(h).topk(top_k, dim=-1)
-        found.append((logits, tokens.int()))
+        logits, tokens = (all_logits := teacher.unembed(h)).topk(top_k, dim=-1)
+        found.append((with_rest(logits, all_logits) if rest else logits, tokens.int()))
     return [torch.cat(x).unflatten(0, hidden.shape[:2]) for x in zip(*found)]
 
 
 def distillation_kl(model, hidden, logits, tokens, mask, total=None):
-    """Forward KL(teacher || student) over the teacher's top_logits, renormalised there; mean over mask (B, T), or the
-    sum divided by total."""
+    """Forward KL(teacher || student) over the teacher's top_logits, renormalised there, or with the rest as one token
+    more; mean over mask (B, T), or the sum divided by total."""
     def part(h, known, top, counts):
-        log_p = known.float().log_softmax(-1)
-        log_q = model.unembed(h).gather(-1, top.long()).float().log_softmax(-1)
+        all_logits = model.unembed(h)
+        mine = all_logits.gather(-1, top.long())
+        mine = with_rest(mine, all_logits) if known.shape[-1] > top.shape[-1] else mine
+        log_p, log_q = known.float().log_softmax(-1), mine.float().log_softmax(-1)
         return ((log_p.exp() * (log_p - log_q)).sum(-1) * counts).sum()
     # weighted and not gathered: a step whose shapes depend on data cannot be a CUDA graph
     return chunked(part, hidden.flatten(0, 1), logits.flatten(0, 1), tokens.flatten(0, 1), mask.flatten().float(),
@@ -389,7 +398,7 @@ def pretrain(settings):
                 finite(norm, step)
                 run.save(model, optimizer, step + 1)
     except KeyboardInterrupt:
-        return interrupted(run, model, optimizer, done, norm)
+        return run.interrupted(model, optimizer, done, norm)
     run.save(model, optimizer, settings.steps)
     run.log["evaluation"] = report("after", dense=evaluate(model, settings.device, settings.eval_problems))
     run.log["seconds"] = time.time() - run.started
@@ -423,7 +432,7 @@ def retrofit_losses(settings, model, teacher):
             with autocast(settings.device):
                 if teacher is not None:
                     with torch.no_grad():
-                        known = top_logits(teacher, teacher(idx, causal_attend), top_k)
+                        known = top_logits(teacher, teacher(idx, causal_attend), top_k, settings.kl_rest)
                 hidden = model(idx, causal_attend if settings.policy == "dense" else
                                gated_attend(model, stage, noise, gates) if gated else
                                training_attend(model, stage, retention))
@@ -571,7 +580,7 @@ def retrofit(settings):
                 finite(norm, step)
                 run.save(model, optimizer, step + 1, spec)
     except KeyboardInterrupt:
-        return interrupted(run, model, optimizer, done, norm, spec)
+        return run.interrupted(model, optimizer, done, norm, spec)
     run.log["seconds"] = time.time() - run.started
     run.save(model, optimizer, settings.steps, spec)
     moved = measure_base() if settings.data and settings.train_base else {}
@@ -606,22 +615,13 @@ def taught_rows(settings, run, model, rows):
     taught = TaughtRows(settings.teacher, rows, dict(
         model=fingerprint(run.source), tokenizer=run.text["made"]["tokenizer"], data=checksum(rows.file.path),
         context=settings.context, top_k=top_k, precision="bfloat16" if settings.device == "cuda" else "float32",
-        facts=rows.way() if settings.facts else None))
+        facts=rows.way() if settings.facts else None, rest=settings.kl_rest or None))
 
     def logits_of(idx):
         with torch.no_grad(), autocast(settings.device):
-            return top_logits(model, model(idx, causal_attend), top_k)
+            return top_logits(model, model(idx, causal_attend), top_k, settings.kl_rest)
     taught.write(settings.steps * global_batch(settings), logits_of, settings.batch_size, settings.device)
     return taught
-
-
-def interrupted(run, model, optimizer, step, norm, spec=None):
-    finite(norm, step - 1)
-    run.save(model, optimizer, step, spec)  # after `step` whole steps; one that was under way runs again
-    if parallel.rank() == 0:
-        print(f"\ninterrupted in step {step + 1}: {run.folder} holds the state after {step} steps; continue with "
-              "--resume", file=sys.stderr)
-    return 130
 
 
 def main(argv=None):

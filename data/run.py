@@ -58,6 +58,15 @@ class Run:
                 self.write(model, state, spec)
         summed([0])  # or a process that is done would end a run that is stopped, before the files are there
 
+    def interrupted(self, model, optimizer, step, norm, spec=None):
+        """Save after `step` whole steps; the one that was under way runs again. -> exit status."""
+        finite(norm, step - 1)
+        self.save(model, optimizer, step, spec)
+        if rank() == 0:
+            print(f"\ninterrupted in step {step + 1}: {self.folder} holds the state after {step} steps; continue with "
+                  "--resume", file=sys.stderr)
+        return 130
+
     def write(self, model, state, spec):
         path = self.folder / "train_state.pt.tmp"
         torch.save(state, path)

@@ -45,7 +45,7 @@ def test_what_a_file_holds(kept):
     files = sorted(p.name for p in (kept / "logits").iterdir())
     assert files == sorted(f"{rows.place(i):08d}.safetensors" for i in range(6)) + ["teacher.json"]
     made = json.loads((kept / "logits" / "teacher.json").read_text())
-    assert made.keys() == {"model", "tokenizer", "data", "context", "top_k", "precision", "facts"}
+    assert made.keys() == {"model", "tokenizer", "data", "context", "top_k", "precision", "facts", "rest"}
     taught, model = TaughtRows(kept / "logits", rows, {}), load_model(kept / "qwen3")
     for i in (0, 5):
         idx, targets, logits, tokens = taught[i]
