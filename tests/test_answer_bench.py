@@ -1,5 +1,5 @@
-"""bench.py answers on a tiny checkpoint with a real tokenizer: what is asked, what counts as right, from the rows of its
-JSON back to the answers, and an interrupted run against a whole one.
+"""bench.py answers on a tiny checkpoint with a real tokenizer: what is asked, what counts as right, from the rows of
+its JSON back to the answers, and an interrupted run against a whole one.
 """
 import json
 import re
@@ -126,8 +126,8 @@ def test_choices(run, scripted):
         return f"The answer is ({letter})." if policy == "dense" else f"\\boxed{{{letter}}}"
     seen = set()
     scripted(say)
-    code, rows = run(rows, "--kind", "choice", "--problem-field", "q", "--answer-field", "best", "--wrong-fields", "bad",
-                     "worse", *SMALL, "--rollouts", 0, "--policies", "random", "--budgets", 40, "--task", "gpqa")
+    code, rows = run(rows, "--kind", "choice", "--problem-field", "q", "--answer-field", "best", "--wrong-fields",
+                     "bad", "worse", *SMALL, "--rollouts", 0, "--policies", "random", "--budgets", 40, "--task", "gpqa")
     assert code == 0 and [r["right"] for r in rows] == ["1 1 1 1 1 1 1 1", "0 1 0 1 0 1 0 1"] and len(seen) > 2
     assert {r["task"] for r in rows} == {"gpqa"}
 

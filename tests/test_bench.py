@@ -274,7 +274,8 @@ def test_an_interrupted_run_goes_on(first_look, monkeypatch):
     assert rows == whole and [scorers[0].name for _, _, scorers, _ in calls] == ["random", "kvpop"]
     del calls[:]
     other = [{**row, "checkpoint": "0" * 8} if row["policy"] == "kvpop" else row for row in whole]
-    path.write_text(json.dumps({**content, "rows": other}))  # a scorer trained anew since: its rows alone are made again
+    # a scorer trained anew since: its rows alone are made again
+    path.write_text(json.dumps({**content, "rows": other}))
     assert first_look("--policies", "streaming", "random", "oracle")["rows"] == whole
     assert [scorers[0].name for _, _, scorers, _ in calls] == ["kvpop"]
     del calls[:]

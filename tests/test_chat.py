@@ -69,7 +69,8 @@ def test_given_thoughts_are_kept_in_every_answer_of_chatml(style):
     chat = [ask, answers[0], again, answers[1]]
     whole = render(keep_thoughts(chat, style), style, prompt=False)
     assert whole.endswith("assistant\n<think>\ntwo\nand two\n</think>\n\n4<|im_end|>\n"
-                          "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n<think>\nagain\n</think>\n\nyes<|im_end|>\n")
+                          "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+                          "<think>\nagain\n</think>\n\nyes<|im_end|>\n")
     without = render(keep_thoughts([ask, bare[0], again, bare[1]], style), style, prompt=False)
     assert "<think>" not in without and without.endswith("assistant\n\nyes<|im_end|>\n")
     assert whole.startswith("<|im_start|>system\nYou are") == (style is SMOLLM2)

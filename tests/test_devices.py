@@ -1,4 +1,5 @@
-"""The shipped retrofit on a GPU, as one CUDA graph a step and launched kernel by kernel, against the same on the CPU."""
+"""The shipped retrofit on a GPU, as one CUDA graph a step and launched kernel by kernel, against the same on the CPU.
+"""
 import functools
 
 import pytest
@@ -79,6 +80,7 @@ def test_devices_write_the_same_text(dtype, compiled):
         same += a == b
         if a != b:
             at = next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-            print(f"problem {i}: parts at character {at}, {a[max(0, at - 20):at + 5]!r} and {b[max(0, at - 20):at + 5]!r}")
+            print(f"problem {i}: parts at character {at}, {a[max(0, at - 20):at + 5]!r} and "
+                  f"{b[max(0, at - 20):at + 5]!r}")
     print(f"{dtype}, compiled {compiled}: the same text in {same} of {N_PROBLEMS}")
     assert dtype != torch.float32 or same >= N_PROBLEMS - 2

@@ -1,5 +1,5 @@
-"""train.py --kl-rest: the KL with all tokens beyond the teacher's top_k as one more, against its plain form in fp64, as the
-lower bound of the whole KL that it is, and with the teacher on disk."""
+"""train.py --kl-rest: the KL with all tokens beyond the teacher's top_k as one more, against its plain form in fp64, as
+the lower bound of the whole KL that it is, and with the teacher on disk."""
 import pytest
 import torch
 

@@ -1,4 +1,5 @@
-"""flex_masks.py: one mask in four forms (online eviction by brute force, closures, evict_at, tiles), and its attention."""
+"""flex_masks.py: one mask in four forms (online eviction by brute force, closures, evict_at, tiles), and its attention.
+"""
 import heapq
 import math
 
@@ -45,7 +46,8 @@ def heap_cutoffs(rank, n_select):
     return torch.tensor(cutoffs)
 
 
-SPECS = [(4, 5, 7), (0, 1, 1), (0, 1, 0), (3, 1, 0), (2, 4, 0), (1, 3, 200), (4, 130, 3), (0, 2, 64)]  # sinks, window, k
+# sinks, window, k
+SPECS = [(4, 5, 7), (0, 1, 1), (0, 1, 0), (3, 1, 0), (2, 4, 0), (1, 3, 200), (4, 130, 3), (0, 2, 64)]
 
 
 @pytest.mark.parametrize("n_sink, window, n_select", SPECS)

@@ -588,7 +588,8 @@ def test_torchrun_ends_with_one_line_when_a_process_is_killed(base, tmp_path):
     out = tmp_path / "out"
     (tmp_path / "script.py").write_text(SCRIPT.format(root=str(Path(train.__file__).parent),
                                                       deed="os.kill(os.getpid(), signal.SIGKILL)"))
-    done = torchrun(tmp_path / "script.py", *QUIET, *job("scorer", base, out), *STEPS, "--save-every", 1, "--workers", 2)
+    done = torchrun(tmp_path / "script.py", *QUIET, *job("scorer", base, out), *STEPS, "--save-every", 1,
+                    "--workers", 2)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and len(lines) == 1 and "another process of this run is gone" in lines[0], done.stderr
     assert "[rank0]" not in done.stderr, done.stderr  # how torchrun marks the lines of a traceback

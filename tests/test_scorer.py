@@ -1,16 +1,14 @@
 """
 The contract of scorer.py: the parallel form, the one-step form and the definition are one function; pads and later
-tokens reach nothing; gates may be anything; files that do not fit are refused by name. CPU only, ten seconds.
+tokens reach nothing; gates may be anything. CPU only, ten seconds. What tells the policies apart:
+test_scorer_policies.py; their files, and refusals by name: test_scorer_files.py.
 """
 import copy
-import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import scorer as S
-from data.scorer_files import check_window, load_scorers, save_scorers
 from scorer import make_scorer
 
 B, H, D, W = 2, 3, 8, 16  # rows, KV heads, head_dim, window
@@ -98,7 +96,6 @@ def wild_gates(T, seed=0, dtype=torch.float64):
 # ----------------------------------------------------------------------------------------------------------------------
 # the mLSTM: one function, however it is computed
 
-
 @pytest.mark.parametrize("T", [1, 63, 64, 130])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 999])
 def test_chunkwise_is_the_recurrence(T, chunk):
@@ -184,8 +181,8 @@ def test_fused_weights_are_the_same_weights(policy):
 
 @pytest.mark.parametrize("policy", ["kvpop", "kvpop-nodelay"])
 def test_many_rows_from_bf16_terms(policy):
-    """bf16 tokens of more than FEW_ROWS rows take the product from the terms: the scores of the plain fp32 step, whose own
-    rounding is 1e-6 of sums of 2 D numbers of order 1, and not those of weights rounded to bf16 (1e-2)."""
+    """bf16 tokens of more than FEW_ROWS rows take the product from the terms: the scores of the plain fp32 step, whose
+    own rounding is 1e-6 of sums of 2 D numbers of order 1, and not those of weights rounded to bf16 (1e-2)."""
     s = make(policy).float()
     size = torch.linspace(0.5, 1.5, S.FEW_ROWS + 1)[:, None, None, None]
     k, v = ((z[:1].float() * size).bfloat16() for z in tokens(40))
@@ -244,7 +241,6 @@ def test_one_graph_whatever_the_length():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what every policy owes
-
 
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("policy", STEPPABLE)
@@ -352,10 +348,6 @@ def test_shapes_that_do_not_fit_are_refused():
         make("kvpop")(k, v[:, :, :10])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the policies themselves
-
-
 @pytest.mark.parametrize("policy", STEPPABLE)
 def test_rows_without_a_leaving_token_stay_finite(policy):
     """leave_pos < 0: whatever the unused slot holds, the score is finite and the other rows are not touched."""
@@ -366,293 +358,3 @@ def test_rows_without_a_leaving_token_stay_finite(policy):
     score, state = s.step(s.init_state(B, "cpu", torch.float64), *now, junk, junk, pos)
     clean, _ = s.step(s.init_state(B, "cpu", torch.float64), *now, k[:, :, 0], k[:, :, 0], pos)
     assert all(z.isfinite().all() for z in (score, *state.values())) and torch.equal(score[1], clean[1])
-
-
-def test_streaming_has_no_preference():
-    k, v = tokens(50)
-    assert (make("streaming")(k, v) == 0).all()
-
-
-def test_knorm_keeps_small_keys():
-    k, v = (z.clone() for z in tokens(50))
-    k[:, :, 7] *= 100.0
-    k[:, :, 9] *= 0.01
-    scores = make("knorm")(k, v)
-    assert (scores.argmin(-1) == 7).all() and (scores.argmax(-1) == 9).all()
-    torch.testing.assert_close(scores, -k.square().sum(-1).sqrt())
-
-
-def test_random_is_a_function_of_seed_layer_head_and_position():
-    T = 20_000
-    k, v = torch.zeros(2, 1, H, T, D).unbind(0)
-    draw = lambda **kw: make("random", **kw)(k, v)[0]
-    u = draw()
-    assert u.dtype == torch.float32 and u.min() >= 0 and u.max() < 1
-    assert torch.equal(u, draw()) and torch.equal(u[:, :50], make("random")(k[:, :, :50], v[:, :, :50])[0])
-    others = [draw(seed=1), draw(layer=2), draw(seed=1, layer=0)]
-    for a in [*others, u.roll(1, 0), u.roll(1, 1)]:  # another seed, layer, head, or the neighbouring position
-        assert abs(torch.corrcoef(torch.stack([u.flatten(), a.flatten()]))[0, 1]) < 0.02
-    counts = torch.stack([torch.histc(u[h], 20, 0, 1) for h in range(H)])
-    chi2 = ((counts - T / 20) ** 2 / (T / 20)).sum(-1)
-    assert (chi2 < 50).all(), chi2  # 19 degrees of freedom: 50 is p = 1e-4
-    s = make("random")
-    one = [s.step({}, *[k[:, :, 0]] * 4, torch.tensor([t]))[0] for t in (0, 1, 777, 19_999)]
-    assert torch.equal(torch.cat(one).T, u[:, [0, 1, 777, 19_999]])  # bit for bit
-
-
-def test_random_in_rows_at_different_positions():
-    """The leaving position is per row in a batch with unequal prompts."""
-    s, k = make("random"), torch.zeros(2, H, D)
-    both, _ = s.step({}, k, k, k, k, torch.tensor([3, 40]))
-    want = s(*torch.zeros(2, 1, H, 50, D).unbind(0))[0]
-    assert torch.equal(both, torch.stack([want[:, 3], want[:, 40]]))
-
-
-def test_oracle_hands_through_and_cannot_decode():
-    s, (k, v) = make("oracle"), tokens(30)
-    with pytest.raises(ValueError, match="set scorer.scores"):
-        s(k, v)
-    s.scores = torch.randn(B, H, 30)
-    assert torch.equal(s(k, v), s.scores.double())
-    with pytest.raises(ValueError, match=r"\(2, 3, 20\)"):
-        s(k[:, :, :20], v[:, :, :20])
-    with pytest.raises(ValueError, match="needs the future"):
-        run_steps(s, k, v)
-
-
-@pytest.mark.parametrize("policy", ["kvpop", "kvpop-mlp"])
-def test_start_is_neutral_but_not_dead(policy):
-    """Equal scores at the start, so it begins as StreamingLLM; one gradient step and they differ."""
-    s, (k, v) = make(policy, noise=0.0), tokens(60)
-    scores = s(k, v)
-    assert (scores == 0).all()
-    scores[..., : 60 - W: 2].sum().backward()
-    with torch.no_grad():
-        for p in s.parameters():
-            if p.grad is not None:
-                p -= 0.1 * p.grad
-    assert s(k, v)[..., :-W].std(-1).min() > 1e-4
-    low, high = torch.log(torch.tensor([0.999, 0.999999], dtype=torch.float64))
-    torch.testing.assert_close(s.log_gamma(), ((low + high) / 2).expand(H), atol=1e-9, rtol=0)  # alpha = 0: half way
-
-
-def test_start_of_the_mlstm():
-    s = make_scorer("kvpop", n_kv_head=4, head_dim=D, window=W, layer=0)
-    eye = torch.eye(D // 2).expand(4, -1, -1)
-    for weight, own, other in ((s.w_q, slice(0, D), slice(D, None)), (s.w_v, slice(D, None), slice(0, D))):
-        torch.testing.assert_close(weight[:, own].mT @ weight[:, own], eye, atol=1e-5, rtol=0)
-        assert (weight[:, other] == 0).all()
-    assert torch.equal(s.w_q, s.w_k) and s.w_q.data_ptr() != s.w_k.data_ptr()
-    assert (s.w_q[0] - s.w_q[1]).abs().max() > 0.1 and (s.w_q[:, :D] - s.w_v[:, D:]).abs().max() > 0.1
-    assert (s.w_gate == 0).all() and (s.b_gate[:, 0] == 0).all()
-    odds = s.b_gate[:, 1].exp() / W  # of remembering a token against forgetting it, f / (1 - f), in windows
-    torch.testing.assert_close(odds, torch.tensor([-1.0, 0.0, 1.0, 2.0]).exp(), atol=0, rtol=1e-5)
-
-
-def test_start_depends_on_seed_and_layer_only():
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    build = lambda seed, layer: make_scorer("kvpop", n_kv_head=H, head_dim=D, window=W, layer=layer, seed=seed)
-    a, b, c, d = build(0, 0), build(0, 0), build(0, 1), build(1, 0)
-    assert torch.equal(torch.get_rng_state(), before)
-    for name in ("w_q", "w_v", "w_skip"):
-        w = getattr(a, name)
-        assert torch.equal(w, getattr(b, name))
-        assert not torch.equal(w, getattr(c, name)) and not torch.equal(w, getattr(d, name))
-
-
-def test_log_gamma_stays_in_its_range():
-    s = make("kvpop")
-    with torch.no_grad():
-        s.alpha.copy_(torch.tensor([-100.0, 0.3, 100.0]))
-    low, mid, high = s.log_gamma().exp().tolist()
-    assert low == pytest.approx(0.999, abs=1e-12) and high == pytest.approx(0.999999, abs=1e-12) and low < mid < high
-    s.log_gamma().sum().backward()
-    assert s.alpha.grad[1] < -1e-5 or s.alpha.grad[1] > 1e-5
-    assert s.float().log_gamma().dtype == torch.float32 and (s.log_gamma() < 0).all()
-    assert make("kvpop", decay=False).log_gamma() is None and make("knorm").log_gamma() is None
-
-
-@pytest.mark.parametrize("head_dim", [8, 32, 64, 128])
-def test_both_learned_scorers_have_the_same_size(head_dim):
-    size = {}
-    for policy in ("kvpop", "kvpop-mlp"):
-        s = make_scorer(policy, n_kv_head=2, head_dim=head_dim, window=W, layer=0)
-        size[policy] = sum(p.numel() for p in s.parameters()) / 2  # per head
-    assert size["kvpop"] == S.mlstm_param_count(head_dim, head_dim) + 1  # + alpha
-    assert abs(size["kvpop-mlp"] / size["kvpop"] - 1) < 0.02
-
-
-def test_skip_width_zero_is_the_scorer_without_skip():
-    s, (k, v) = make("kvpop", skip_width=0), tokens(60)
-    full = make("kvpop")
-    with torch.no_grad():
-        for name, p in full.named_parameters():
-            p.copy_(dict(s.named_parameters())[name] if "skip" not in name else torch.zeros_like(p))
-    torch.testing.assert_close(s(k, v), full(k, v), atol=1e-12, rtol=0)
-    assert s(k, v).std() > 0.05
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# names, files, refusals
-
-
-def test_state_is_charged_as_stored():
-    """State entries = bytes of C, which has its normaliser as its last row, over the bytes of a bf16 key and value."""
-    assert S.state_entries("kvpop", 128) == 65
-    for policy in S.POLICIES:  # the others with a state: test_policies.py
-        if policy not in ("kvpop-nodelay", "snapkv", "rkv"):
-            assert S.state_entries(policy, D) == (D // 2 + 1 if policy == "kvpop" else 0)
-    s = make("kvpop")
-    state = s.init_state(1, "cpu")
-    assert s.state_entries == S.state_entries("kvpop", D)
-    assert state["C"][0, 0].numel() * 4 == s.state_entries * 4 * D
-    assert all(make(p).init_state(1, "cpu") == {} for p in STEPPABLE if p != "kvpop")
-
-
-@pytest.mark.parametrize("policy, options, message", [
-    ("dense", {}, "dense keeps every token"),
-    ("h2oo", {}, "unknown policy 'h2oo'.*streaming.*kvpop"),
-    ("kvpop", {"with_skip": 3}, "kvpop has no option 'with_skip'"),
-    ("knorm", {"hidden": 3}, "knorm has no option 'hidden'"),
-    ("kvpop", {"window": 0}, "at least 1, got 0"),
-    ("kvpop", {"delay": 3}, "delay must be the window"),
-    ("kvpop", {"head_dim": 7}, "even, got 7"),
-])
-def test_make_scorer_refuses(policy, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_scorer(policy, **{"n_kv_head": 2, "head_dim": 8, "window": W, "layer": 0, **options})
-
-
-def test_window_mismatch_is_refused_for_learned_scorers():
-    check_window([make("kvpop"), make("kvpop-mlp")], W)
-    check_window([make(p) for p in ("streaming", "random", "knorm", "oracle")], 3)
-    for policy in ("kvpop", "kvpop-mlp"):
-        with pytest.raises(ValueError, match=f"{policy} scorer of layer 1 .*window {W}, not 3"):
-            check_window([make("knorm"), make(policy)], 3)
-
-
-SPEC = {"n_sink": 4, "window": W, "budget": 64}
-
-
-def saved(folder, policy="kvpop", **options):
-    layers = torch.nn.ModuleList(make(policy, layer=i, seed=3, dtype=torch.float32, **options) for i in range(2))
-    save_scorers(layers, folder, SPEC)
-    return layers
-
-
-@pytest.mark.parametrize("policy, options", [("kvpop", {"skip_width": 5, "chunk": 32}), ("kvpop-mlp", {"hidden": 11}),
-                                             ("kvpop", {"decay": False}), ("random", {})])
-def test_save_and_load(tmp_path, policy, options):
-    layers = saved(tmp_path / "new", policy, **options)
-    loaded, settings = load_scorers(tmp_path / "new")
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["scorer.json", "scorer.safetensors"]
-    assert settings == {"policy": policy, "n_layer": 2, "n_kv_head": H, "head_dim": D, **SPEC,
-                        "options": {"seed": 3, **options}}
-    k, v = tokens(50, dtype=torch.float32)
-    for a, b in zip(layers, loaded):
-        assert torch.equal(a(k, v), b(k, v)) and a.layer == b.layer
-        assert {n: p.dtype for n, p in b.named_parameters()} == {n: torch.float32 for n, _ in a.named_parameters()}
-        assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-    assert not torch.equal(loaded[0](k, v), loaded[1](k, v))
-
-
-@pytest.mark.parametrize("policy", ["kvpop", "kvpop-mlp"])
-def test_half_the_bytes_in_fp16_and_fp32_in_use(tmp_path, policy):
-    layers = saved(tmp_path / "fp32", policy)
-    save_scorers(layers, tmp_path / "fp16", SPEC, dtype=torch.float16)
-    assert {t.dtype for t in load_file(tmp_path / "fp16" / "scorer.safetensors").values()} == {torch.float16}
-    loaded, settings = load_scorers(tmp_path / "fp16")
-    assert settings == load_scorers(tmp_path / "fp32")[1]
-    for p, q in zip(layers.parameters(), loaded.parameters(), strict=True):
-        assert q.dtype == torch.float32 and torch.equal(p.half().float(), q)
-    assert any(not torch.equal(p, q) for p, q in zip(layers.parameters(), loaded.parameters()))
-    k, v = tokens(50, dtype=torch.float32)
-    assert torch.allclose(layers[0](k, v), loaded[0](k, v), atol=1e-2)
-    save_scorers(loaded, tmp_path / "again", SPEC)  # fp32 again, unless asked
-    assert {t.dtype for t in load_file(tmp_path / "again" / "scorer.safetensors").values()} == {torch.float32}
-    with torch.no_grad():
-        loaded[1].alpha.fill_(1e5)  # above what fp16 has
-    with pytest.raises(ValueError, match="1.alpha is not finite in float16"):
-        save_scorers(loaded, tmp_path / "large", SPEC, dtype=torch.float16)
-    assert not (tmp_path / "large").exists()
-
-
-def test_save_refuses_what_it_could_not_load(tmp_path):
-    for dtype in (torch.bfloat16, torch.float64, torch.float8_e4m3fn):
-        with pytest.raises(ValueError, match=f"{dtype} is not supported: store float32 or float16"):
-            save_scorers([make("kvpop")], tmp_path, SPEC, dtype=dtype)
-    with pytest.raises(ValueError, match="lack 'budget'"):
-        save_scorers([make("kvpop")], tmp_path, {"n_sink": 4, "window": W})
-    with pytest.raises(ValueError, match="window 16, not 8"):
-        save_scorers([make("kvpop")], tmp_path, {**SPEC, "window": 8})
-    with pytest.raises(ValueError, match="same policy and options"):
-        save_scorers([make("kvpop"), make("kvpop", chunk=32)], tmp_path, SPEC)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_load_names_what_is_wrong(tmp_path):
-    saved(tmp_path)
-    path = tmp_path / "scorer.safetensors"
-    good = load_file(path)
-
-    def refused(tensors, *messages):
-        save_file(tensors, path)
-        with pytest.raises(ValueError) as err:
-            load_scorers(tmp_path)
-        assert all(m in str(err.value) for m in messages), err.value
-
-    refused({n: t for n, t in good.items() if n != "1.w_v"}, "1.w_v is missing")
-    refused({**good, "0.w_extra": torch.zeros(2)}, "0.w_extra is not ours")
-    refused({**good, "0.alpha": torch.zeros(H + 1)}, "0.alpha", f"[{H + 1}]", f"[{H}]")
-    refused({**good, "1.w_gate": good["1.w_gate"].bfloat16()}, "1.w_gate is BF16", "not F32 or F16")
-    refused({**good, "1.w_gate": good["1.w_gate"].double()}, "1.w_gate is F64")
-    refused({**good, "1.w_gate": good["1.w_gate"].int()}, "1.w_gate is I32")
-    refused({**good, "1.w_gate": good["1.w_gate"].half()[:-1]}, "1.w_gate is F16")
-    refused({"0.alpha": torch.zeros(1), "x": torch.zeros(1)}, "0.w_q is missing", "1.w_q is missing", "x is not ours",
-            "0.alpha is F32 [1]")
-    save_file(good, path)
-    load_scorers(tmp_path)  # the good file still loads: the refusals above were not about the folder
-
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
-        load_scorers(tmp_path)
-    torch.save(good, path)  # a pickle under the right name
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
-        load_scorers(tmp_path)
-    path.rename(tmp_path / "scorer.pt")
-    with pytest.raises(ValueError, match="scorer.pt is a pickle"):
-        load_scorers(tmp_path)
-    (tmp_path / "scorer.pt").unlink()
-    with pytest.raises(FileNotFoundError, match="scorer.safetensors is missing"):
-        load_scorers(tmp_path)
-
-
-@pytest.mark.parametrize("edit, message", [
-    (lambda s: s.pop("head_dim"), "head_dim"),
-    (lambda s: s.update(policy="kvpopp"), "unknown policy 'kvpopp'"),
-    (lambda s: s.update(options={"skips": 1}), "no option 'skips'"),
-    (lambda s: s.update(options=None), "not a scorer description"),
-    (lambda s: s.update(n_layer=3), "2.w_q is missing"),
-    (lambda s: s.update(n_layer=1), "1.w_q is not ours"),
-    (lambda s: s.update(n_kv_head=H + 1), "0.w_q is F32"),
-])
-def test_a_description_that_does_not_fit(tmp_path, edit, message):
-    saved(tmp_path)
-    settings = json.loads((tmp_path / "scorer.json").read_text())
-    edit(settings)
-    (tmp_path / "scorer.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError) as err:
-        load_scorers(tmp_path)
-    assert message in str(err.value)
-
-
-def test_a_missing_or_broken_description(tmp_path):
-    saved(tmp_path)
-    (tmp_path / "scorer.json").write_text("{")
-    with pytest.raises(ValueError, match="not a scorer description"):
-        load_scorers(tmp_path)
-    (tmp_path / "scorer.json").unlink()
-    with pytest.raises(FileNotFoundError, match="scorer.json is missing"):
-        load_scorers(tmp_path)

@@ -75,8 +75,8 @@ def test_scores_of_the_shipped_scorer():
 
 ROW = {"policy", "T", "budget", "batch", "n_head", "n_kv_head", "head_dim", "tiles_kept", "tiles_full", "tiles_ideal",
        "plan_ms", "fwd_ms", "fwd_bwd_ms", "dense_backend", "dense_fwd_ms", "dense_fwd_bwd_ms", "ratio_fwd",
-       "ratio_fwd_bwd", "transposed_ms", "transposed_free_ms", "causal_flex_fwd_ms", "plan_peak_mib", "kernel", "reduced",
-       "oom", "kernel_options"}
+       "ratio_fwd_bwd", "transposed_ms", "transposed_free_ms", "causal_flex_fwd_ms", "plan_peak_mib", "kernel",
+       "reduced", "oom", "kernel_options"}
 
 
 def test_reduced_run_goes_on(tmp_path, monkeypatch, capsys):

@@ -159,8 +159,8 @@ def test_latency_integrates_step_times():
 
 
 ROW = {"policy", "shape", "batch", "budget", "T", "ms_per_token", "tokens_per_s", "bytes_per_step",
-       "copy_bandwidth_share", "peak_gib", "cache_gib", "prefill_ms", "prefill_peak_gib", "kernels_per_layer", "kernels_ms",
-       "kernel", "others_ms", "graph", "compiled", "reduced", "oom"}
+       "copy_bandwidth_share", "peak_gib", "cache_gib", "prefill_ms", "prefill_peak_gib", "kernels_per_layer",
+       "kernels_ms", "kernel", "others_ms", "graph", "compiled", "reduced", "oom"}
 
 
 def test_reduced_run(tmp_path, monkeypatch, capsys):

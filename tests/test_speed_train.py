@@ -181,7 +181,8 @@ def test_a_recomputed_forward_plans_nothing_anew(monkeypatch):
             job = make_job(sort=sort, T=256, recompute=recompute)
             values, norm = job.step()
             assert len(calls) == 2, "two layers"
-            # AdamW's first moment is a tenth of the gradient; the step itself would blow up what is zero but for rounding
+            # AdamW's first moment is a tenth of the gradient; the step itself would blow up what is zero but for
+            # rounding
             moments = [job.optimizer.state[p]["exp_avg"] for p in job.model.parameters()]
             ends.append((values, norm, moments))
     for end in ends[1:]:

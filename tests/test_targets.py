@@ -1,4 +1,5 @@
-"""targets.py: the transposed pass against the explicit formula, the boundary loss against brute force and differences."""
+"""targets.py: the transposed pass against the explicit formula, the boundary loss against brute force and differences.
+"""
 import math
 
 import pytest
@@ -152,7 +153,8 @@ def brute_force_loss(scores, log_gamma, target, spec, q, valid):
                 entries.append((h, y, 0.1 + 0.9 / (1 + math.exp(-margin)), eff(scores, new) - eff(scores, bnd)))
     keep = {h: sum(e[1] > 0 for e in entries if e[0] == h) / sum(e[0] == h for e in entries) for h in range(H_kv)}
     clip = lambda x: min(2.0, max(0.5, x))  # noqa: E731
-    weight = [e[2] * clip(0.5 / max(keep[e[0]], 1e-9) if e[1] > 0 else 0.5 / max(1 - keep[e[0]], 1e-9)) for e in entries]
+    weight = [e[2] * clip(0.5 / max(keep[e[0]], 1e-9) if e[1] > 0 else 0.5 / max(1 - keep[e[0]], 1e-9))
+              for e in entries]
     total = sum(weight)
     return sum(w / total * math.log1p(math.exp(-e[1] * e[3])) for w, e in zip(weight, entries))
 
@@ -233,7 +235,8 @@ def test_listwise_loss_is_its_definition_and_reaches_every_candidate(decay):
 
 def test_listwise_loss_is_least_at_the_log_of_the_expected_attention():
     """Two kinds of token that a scorer can tell apart, worth 1 or 9 at random within a kind: gradient descent on one
-    score a kind ends at the log of the mean, up to a constant, and 0 is reached where the target is the score itself."""
+    score a kind ends at the log of the mean, up to a constant, and 0 is reached where the target is the score itself.
+    """
     torch.manual_seed(5)
     T, spec, lengths = 2000, CacheSpec(2, 8, 100), torch.tensor([2000])
     kind = torch.arange(T) % 2

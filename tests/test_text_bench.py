@@ -29,10 +29,10 @@ from tiny import make_folder, tiny_scorers, tiny_transformer
 CONTEXT = 48
 SETTINGS = dict(n_sink=2, window=8, budget=24, base="../base")  # kvpop's state costs 5 of them at head_dim 8
 SMALL = ("--n-sink", 2, "--window", 8)
-KEYS = {"text": {"policy", "budget", "T", "source", "perplexity", "perplexity_ratio", "accuracy", "accuracy_delta", "kl",
-                 "ci_low", "ci_high", "n_documents", "perplexity_by_position", "accuracy_by_position", "kl_by_position",
-                 "nll_by_document", "n_sink", "window", "options", "model", "weights", "checkpoint", "seconds",
-                 "compression_ratio"},
+KEYS = {"text": {"policy", "budget", "T", "source", "perplexity", "perplexity_ratio", "accuracy", "accuracy_delta",
+                 "kl", "ci_low", "ci_high", "n_documents", "perplexity_by_position", "accuracy_by_position",
+                 "kl_by_position", "nll_by_document", "n_sink", "window", "options", "model", "weights", "checkpoint",
+                 "seconds", "compression_ratio"},
         "needle": {"policy", "budget", "T", "distance", "mean_distance", "keys", "n_problems", "compression_ratio",
                    "recall", "ci_low", "ci_high", "recall_delta", "delta_low", "delta_high", "found", "peak_entries",
                    "note", "source", "n_sink", "window", "options", "model", "weights", "checkpoint", "seconds"},
@@ -205,7 +205,8 @@ def test_an_interrupted_run_goes_on(run, monkeypatch, shipped, tmp_path, capsys)
     args = text_args("--budgets", 20, "--policies", "streaming")
     first = run("text", *args, retrofit=("kvpop",))[1]["rows"]
     calls, real = [], text_bench.token_losses
-    monkeypatch.setattr(text_bench, "token_losses", lambda *a, **k: calls.append(a[5] and a[5][0].name) or real(*a, **k))
+    monkeypatch.setattr(text_bench, "token_losses",
+                        lambda *a, **k: calls.append(a[5] and a[5][0].name) or real(*a, **k))
     again = run("text", *args, retrofit=("kvpop",))[1]["rows"]
     assert again == first and calls == []
     more = run("text", *args, "random", "--n-sink", 0, 2, retrofit=("kvpop",))[1]["rows"]
@@ -216,7 +217,8 @@ def test_an_interrupted_run_goes_on(run, monkeypatch, shipped, tmp_path, capsys)
     former = [{**r, "checkpoint": "0" * 8, "kl": 99.0} if r["policy"] == "kvpop" else r for r in first]
     path.write_text(json.dumps({**content, "rows": former}))
     del calls[:]
-    anew = run("text", *args, retrofit=("kvpop",))[1]["rows"]  # a scorer trained anew since: its row alone is made again
+    # a scorer trained anew since: its row alone is made again
+    anew = run("text", *args, retrofit=("kvpop",))[1]["rows"]
     assert calls == ["kvpop"] and [r["kl"] for r in anew] == [r["kl"] for r in first]
     before = path.read_text()
     assert run("text", *args, "--seed", 1)[0] == 2 and "was made with seed 0, not 1" in capsys.readouterr().err

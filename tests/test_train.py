@@ -1,31 +1,28 @@
-"""train.py on a tiny model and small problems: settings, data, losses and whose weights they move, evaluation, the
-three jobs from the command line, and that a run which was stopped goes on as if it had not been.
+"""train.py on a tiny model and small problems: its settings and what it refuses of them, and the three jobs from the
+command line. Of what these are made: test_train_parts.py; runs that stop and go on: test_train_runs.py.
 """
-import contextlib
 import json
 import math
-import pickle
 import shutil
 from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import decode
 import flex_masks
 import train
-from data import batches, traces
+from data import traces
 from data.scorer_files import load_scorers
 from data.tokenizer import EOT
-from data.traces import ALPHABET, FAMILIES, make_problem
+from data.traces import ALPHABET
 from flex_masks import CacheSpec
-from model import ModelConfig, Transformer, causal_attend, load_model, save_model
+from model import ModelConfig, Transformer, load_model, save_model
 from scorer import make_scorer
-from targets import POWER, Retention, policy_attend
+from targets import Retention
 from test_masks import Kernel
-from train import PRESETS, Settings, lr_factor, make_optimizer, parse_settings
+from train import PRESETS, Settings, make_optimizer, parse_settings
 
 CACHE = dict(n_sink=2, window=8, budget=40)  # kvpop's state costs 5 of them at head_dim 8
 SPEC = CacheSpec(**CACHE, state_entries=5)
@@ -134,6 +131,49 @@ def refused(capsys, code, *words):
         assert word in err, err
 
 
+class Head:
+    """Something with `unembed` whose vocabulary looks so large that a chunk is 7 rows; sees how many came at once."""
+
+    def __init__(self, weight):
+        self.weight, self.most = weight, 0
+        self.config = SimpleNamespace(vocab_size=2**25 // 7)
+
+    def unembed(self, hidden):
+        self.most = max(self.most, hidden.shape[0])
+        return hidden @ self.weight.to(hidden.dtype).T
+
+
+def head_inputs():
+    torch.manual_seed(0)
+    return (torch.randn(2, 15, 6, requires_grad=True), torch.randn(20, 6, requires_grad=True),
+            torch.randint(20, (2, 15)), torch.rand(2, 15).masked_fill(torch.rand(2, 15) < 0.3, 0.0))
+
+
+def agree(loss, plain, inputs):
+    """Values and gradients of a chunked fp32 loss and its plain fp64 form."""
+    assert abs(loss.item() - plain.item()) < 1e-6 * (1 + abs(plain.item()))
+    for got, want in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(plain, inputs)):
+        assert want.abs().max() > 1e-3 and (got - want).abs().max() < 1e-6
+    return True
+
+
+def stop_at(monkeypatch, step, error):
+    """The first try of optimiser step `step` (0-based) ends in an exception."""
+    real, real_rates, at = train.optimizer_step, train.set_rates, []
+
+    def optimizer_step(optimizer, settings):
+        if at[-1] == step:
+            monkeypatch.setattr(train, "optimizer_step", real)
+            raise error
+        return real(optimizer, settings)
+
+    def set_rates(optimizer, number, settings):
+        at.append(number)
+        real_rates(optimizer, number, settings)
+    monkeypatch.setattr(train, "optimizer_step", optimizer_step)
+    monkeypatch.setattr(train, "set_rates", set_rates)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # settings
 
@@ -220,322 +260,6 @@ def test_an_out_that_cannot_be_written_stops_before_any_work(base, capsys, tmp_p
     monkeypatch.setattr(train, "Transformer", lambda *args: pytest.fail("made a model"))
     refused(capsys, run(*job(kind, base, out)), "cannot write to --out", str(out))
     assert (tmp_path / "file").read_text() == "in the way"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# data
-
-def test_packed_rows_know_their_documents():
-    """Told again from the text: where each document starts, what is prompt, and where prediction must stop."""
-    seen = set()
-    for row in range(6):
-        idx, targets, weight, doc_end = train.PackedRows(800, 3, 0.25)[row]
-        assert [x.dtype for x in (idx, targets, weight, doc_end)] == [torch.int64] * 2 + [torch.float32, torch.int32]
-        assert [tuple(x.shape) for x in (idx, targets, weight, doc_end)] == [(800,)] * 4
-        assert torch.equal(idx[1:], targets[:-1])
-        start, ids = 0, [*idx.tolist(), targets[-1].item()]
-        while start < 800:
-            text = ids[start:]
-            answer_from = text.index(ord("\n")) if ord("\n") in text else len(text)
-            end = text.index(EOT) if EOT in text else None
-            here = slice(start, 800 if end is None else start + end + 1)
-            assert bytes(text[:3]) in (b"A| ", b"W| ") and len(doc_end[here].unique()) == 1
-            want = [0.0 if i == end else 1.0 if i >= answer_from else 0.25 for i in range(here.stop - start)]
-            assert weight[here].tolist() == want[:800 - start]
-            if end is None:
-                assert doc_end[start] > 800  # cut at the end of the row
-                break
-            assert doc_end[start] == start + end + 1
-            seen.add(bytes(text[:end]))
-            start += end + 1
-        assert doc_end[0] < 800
-    assert len({t.split(b"\n")[0] for t in seen}) == len(seen) > 6  # no problem comes twice
-    assert {t[:1] for t in seen} == {b"A", b"W"}
-    assert not torch.equal(train.PackedRows(800, 3, 0.25)[0][0], train.PackedRows(800, 4, 0.25)[0][0])
-
-
-def test_forgetful_documents_lose_their_scratch_after_the_window():
-    """At --forget 1: of a document's bytes those worth keeping live to its end, the others `window` tokens; at 0.5 both
-    kinds of document occur, and nothing else of a row differs."""
-    kinds = set()
-    for row in range(8):
-        plain = train.PackedRows(800, 3, 0.25)[row]
-        for share in (0.5, 1.0):
-            packed = train.PackedRows(800, 3, 0.25, share, 20)[row]
-            assert all(torch.equal(a, b) for a, b in zip(plain[:3], packed[:3]))
-            text, start = packed[0].tolist(), 0
-            while start < 800 and EOT in text[start:]:
-                end = text.index(EOT, start)
-                document = bytes(text[start:end]).decode()
-                family = {"A": "arith", "W": "walk", "M": "mark"}[document[0]]
-                prompt, trace = document.split("\n")
-                keep = traces.worth_keeping(traces.Problem(family, "train", 0, 0, prompt + "\n", trace, ""))
-                full = [end + 1] * (end + 1 - start)
-                short = [e if k else min(e, start + i + 20) for i, (e, k) in enumerate(zip(full, [*keep, True]))]
-                got = packed[3][start:end + 1].tolist()
-                assert got == short or (share < 1 and got == full)
-                kinds.add((share, got == full))
-                start = end + 1
-    assert kinds == {(0.5, True), (0.5, False), (1.0, False)}
-
-
-@torch.no_grad()
-def test_packed_attention_is_attention_in_each_document_alone():
-    model = random_model()
-    idx, _, _, doc_end = (x[None] for x in train.PackedRows(400, 0, 0.1)[1])
-    packed = model(idx, train.packed_attend(doc_end))
-    starts = [0, *(e for e in doc_end[0].unique().tolist() if e < 400)]
-    assert len(starts) >= 2
-    for a, b in zip(starts, starts[1:] + [400]):
-        alone = model(idx[:, a:b], causal_attend)  # from position 0: RoPE is relative
-        assert (packed[:, a:b] - alone).abs().max() < 1e-4 * alone.abs().max()
-    together = model(idx, causal_attend)  # the bar sees a leak between documents
-    assert (together - packed)[:, starts[1]:].abs().max() > 0.05 * packed.abs().max()
-
-
-def test_retrofit_rows_and_their_batches():
-    rows = train.Problems("train", 5)
-    some = [rows[i] for i in range(8)]
-    assert [p.family for p in some] == list(FAMILIES) * 4 and {p.split for p in some} == {"train"}
-    assert {p.size for p in some} <= {3, 4} and len({p.prompt for p in some}) == 8
-    assert rows[3] == some[3] and train.Problems("train", 6)[3] != some[3]
-    idx, lengths, starts = train.collate_problems(some)
-    assert idx.shape == (8, lengths.max()) and train.collate_problems(some, 128)[0].shape[1] % 128 == 0
-    mask = train.response_mask(idx.shape[1], lengths, starts)
-    for p, row, n, start, predicts in zip(some, idx.tolist(), lengths.tolist(), starts.tolist(), mask):
-        ids = [*(p.prompt + p.trace).encode(), EOT]
-        assert row == ids + [EOT] * (len(row) - n) and n == len(ids) and row[start] == ord("\n")
-        # the positions whose successors are the trace and its end
-        assert [row[i + 1] for i in predicts.nonzero().flatten().tolist()] == [*p.trace.encode(), EOT]
-
-
-def test_workers_and_a_later_start_see_the_same_rows():
-    rows, settings = train.PackedRows(400, 0, 0.1), parse_settings(["--steps", "4", *QUIET])
-    all_steps = list(train.loader(rows, settings, 0))
-    assert len(all_steps) == 4 and all_steps[0][0].shape == (2, 400)
-    assert same(list(train.loader(rows, settings, 2)), all_steps[2:])
-    settings.workers = 2
-    assert same(list(train.loader(rows, settings, 1)), all_steps[1:])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# losses
-
-class Head:
-    """Something with `unembed` whose vocabulary looks so large that a chunk is 7 rows; sees how many came at once."""
-
-    def __init__(self, weight):
-        self.weight, self.most = weight, 0
-        self.config = SimpleNamespace(vocab_size=2**25 // 7)
-
-    def unembed(self, hidden):
-        self.most = max(self.most, hidden.shape[0])
-        return hidden @ self.weight.to(hidden.dtype).T
-
-
-def head_inputs():
-    torch.manual_seed(0)
-    return (torch.randn(2, 15, 6, requires_grad=True), torch.randn(20, 6, requires_grad=True),
-            torch.randint(20, (2, 15)), torch.rand(2, 15).masked_fill(torch.rand(2, 15) < 0.3, 0.0))
-
-
-def agree(loss, plain, inputs):
-    """Values and gradients of a chunked fp32 loss and its plain fp64 form."""
-    assert abs(loss.item() - plain.item()) < 1e-6 * (1 + abs(plain.item()))
-    for got, want in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(plain, inputs)):
-        assert want.abs().max() > 1e-3 and (got - want).abs().max() < 1e-6
-    return True
-
-
-def test_cross_entropy_is_its_plain_form():
-    hidden, weight, targets, share = head_inputs()
-    head = Head(weight)
-    loss = train.cross_entropy(head, hidden, targets, share)
-    log_p = (hidden.double() @ weight.double().T).log_softmax(-1)
-    plain = -(log_p.gather(-1, targets[..., None]).squeeze(-1) * share).sum() / share.sum()
-    assert agree(loss, plain, (hidden, weight)) and head.most == 7
-
-
-@pytest.mark.parametrize("top_k", [1, 5, 20])
-def test_distillation_is_its_plain_form(top_k):
-    """Forward KL on the teacher's top_k, both renormalised there; with top_k = vocabulary the whole forward KL."""
-    hidden, weight, _, _ = head_inputs()
-    mask = torch.arange(15) < torch.tensor([[14], [9]])
-    student, teacher = Head(weight), Head(torch.randn(20, 6))
-    teacher_hidden = torch.randn(2, 15, 6)
-    loss = train.distillation_kl(student, hidden, *train.top_logits(teacher, teacher_hidden, top_k), mask)
-    total = 0.0
-    for b, t in mask.nonzero().tolist():
-        logits = (teacher_hidden[b, t] @ teacher.weight.T).double()
-        top = logits.argsort(descending=True)[:top_k]
-        p, q = logits.softmax(0), (hidden[b, t].double() @ weight.double().T).softmax(0)
-        p, q = p[top] / p[top].sum(), q[top] / q[top].sum()
-        total = total + (p * (p / q).log()).sum()
-    plain = total / 23
-    if top_k == 1:
-        assert loss.item() == 0  # one candidate has all the mass on both sides
-    else:
-        assert agree(loss, plain, (hidden, weight)) and student.most == 7
-    if top_k == 20:
-        log_q = (hidden @ weight.T).log_softmax(-1)[mask]
-        full = F.kl_div(log_q, (teacher_hidden @ teacher.weight.T).softmax(-1)[mask], reduction="batchmean")
-        assert abs(loss.item() - full.item()) < 1e-5
-
-
-def test_a_model_has_no_distance_to_itself():
-    model, other = random_model(), random_model(1)
-    idx, lengths, starts = train.collate_problems([train.Problems("train", 0)[i] for i in range(2)])
-    mask = train.response_mask(idx.shape[1], lengths, starts)
-    hidden = model(idx, causal_attend)
-    own, others = (train.top_logits(m, m(idx, causal_attend), 256) for m in (model, other))
-    assert train.distillation_kl(model, hidden, *own, mask).item() == 0
-    assert train.distillation_kl(model, hidden, *others, mask).item() > 0.1
-
-
-def gradients(train_base, weight, pad=EOT):
-    """One micro-step as in `retrofit` -> gradients of the scorers and of the base, by name."""
-    model, teacher = random_model(), random_model().requires_grad_(False)
-    torch.manual_seed(3)
-    model.scorers = scorers_for(model, "kvpop", noise=0.1)
-    make_optimizer(model, parse_settings(["--device", "cpu", *(["--train-base"] if train_base else [])]))
-    idx, lengths, starts = train.collate_problems([train.Problems("train", 0)[i] for i in range(2)])
-    assert lengths[0] != lengths[1]
-    idx[torch.arange(idx.shape[1]) >= lengths[:, None]] = pad
-    noise = torch.rand(2, 2, 2, 128, generator=torch.Generator().manual_seed(1))
-    retention, anchors = Retention(SPEC, lengths, weight=weight, noise=noise), None if train_base else []
-    if train_base:
-        hidden = model(idx, train.training_attend(model, SPEC, retention))
-        train.distillation_kl(model, hidden, *train.top_logits(teacher, teacher(idx, causal_attend), 256),
-                              train.response_mask(idx.shape[1], lengths, starts)).backward()
-    else:
-        with torch.no_grad():
-            model(idx, train.training_attend(model, SPEC, retention, anchors))
-        sum(anchors).backward()
-    assert retention.passes == 2 and set(retention.loss) == {0, 1}
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return ({n: g for n, g in grads.items() if n.startswith("scorers.")},
-            {n: g for n, g in grads.items() if not n.startswith("scorers.")})
-
-
-def test_each_loss_moves_its_own_weights():
-    """Retention loss: scorers alone. KL: base alone. Freezing the base changes nothing for the scorers."""
-    scorer_both, base_both = gradients(True, 0.5)
-    scorer_kl, base_kl = gradients(True, 0.0)
-    scorer_alone, base_alone = gradients(False, 0.5)
-    assert all(g.abs().max() > 0 for g in base_kl.values()) and len(base_kl) > 10
-    assert same(base_both, base_kl)
-    assert all(g is not None and not g.any() for g in scorer_kl.values())
-    assert all(g is None for g in base_alone.values())
-    assert scorer_alone.keys() == scorer_both.keys()
-    for name, g in scorer_alone.items():
-        assert g.abs().max() > 0, name
-        assert torch.allclose(g, scorer_both[name], rtol=1e-4, atol=1e-7), name
-    assert same((scorer_both, base_both), gradients(True, 0.5, pad=ord("7")))  # pads teach nothing
-
-
-def test_learning_rate_over_a_run():
-    settings = SimpleNamespace(steps=110, warmup=10, final_lr_ratio=0.1)
-    factor = [lr_factor(step, settings) for step in range(111)]
-    assert factor[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert factor[10] == 1 and factor[60] == pytest.approx(0.55) and factor[110] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(factor[10:], factor[11:]))
-    assert factor[35] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
-    assert lr_factor(0, SimpleNamespace(steps=1, warmup=0, final_lr_ratio=0.1)) == 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# evaluation
-
-class Knows:
-    """Says each next token, except after the positions that `wrong(family, prompt length, T)` lists."""
-
-    def __init__(self, wrong):
-        self.wrong = wrong
-
-    def __call__(self, idx, attend):
-        guess = idx.roll(-1, 1).clone()
-        family = "arith" if idx[0, 0] == ord("A") else "walk"
-        for at in self.wrong(family, idx[0].tolist().index(ord("\n")) + 1, idx.shape[1]):
-            guess[0, at] = (guess[0, at] + 1) % 264
-        return F.one_hot(guess, 264).float()
-
-    def unembed(self, hidden):
-        return hidden
-
-
-def test_evaluation_counts_the_trace_and_its_end_alone():
-    problems = [make_problem(f, i, "validation") for f in FAMILIES for i in range(2)]
-    n_tokens = sum(len(p.trace) + 1 for p in problems)
-    measure = lambda wrong: train.evaluate(Knows(wrong), "cpu", 2)  # noqa: E731
-    result = measure(lambda family, n, T: [0, n - 2, T - 1])  # in the prompt, and after the end
-    assert result["token_accuracy"] == result["traces_right"] == 1
-    assert (result["loss"], result["recall"], result["n_problems"]) == (None, None, 4)
-    for first_or_last in (lambda n, T: n - 1, lambda n, T: T - 2):  # the first byte of the trace; its end token
-        result = measure(lambda family, n, T: [first_or_last(n, T)] * (family == "walk"))
-        assert result["token_accuracy"] == pytest.approx(1 - 2 / n_tokens)
-        assert result["by_family"] == {"arith": 1.0, "walk": 0.0} and result["traces_right"] == 0.5
-    longest = max(problems[:2], key=lambda p: len(p.prompt) + len(p.trace))  # `right` is in order of the index
-    T = len(longest.prompt) + len(longest.trace) + 1
-    result = measure(lambda family, n, t: [n + 3] * (family == "arith" and t == T))
-    assert result["right"] == {"arith": [longest.index != 0, longest.index != 1], "walk": [True, True]}
-
-
-@torch.no_grad()
-def test_evaluation_of_a_real_model_is_a_loop_over_positions():
-    model = random_model(7, tie_embeddings=False)
-    model.lm_head.weight[[i for i in range(264) if chr(i) not in "0123456789"]] = 0  # it says digits, some right
-    for family in FAMILIES:
-        problem = make_problem(family, 0, "test")
-        ids, n = [*(problem.prompt + problem.trace).encode(), EOT], len(problem.prompt)
-        right = sum(model.unembed(model(torch.tensor([ids[:t]]), causal_attend)[0, -1]).argmax().item() == ids[t]
-                    for t in range(n, len(ids)))
-        result = train.evaluate(model, "cpu", 1, split="test", families=(family,))
-        assert result["token_accuracy"] == right / (len(ids) - n) and result["right"] == {family: [False]}
-        assert right > 0
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("policy", ["streaming", "random", "knorm", "kvpop-mlp", "kvpop", "oracle"])
-def test_a_budget_that_holds_everything_is_dense(policy):
-    model = random_model()
-    scorers = scorers_for(model, policy, noise=0.3)
-    idx, lengths, _ = train.collate_problems([make_problem("walk", i) for i in range(2)])
-    dense = model(idx, causal_attend)
-    spec = lambda budget: CacheSpec(2, 8, budget, scorers[0].state_entries)  # noqa: E731
-    held = model(idx, policy_attend(scorers, spec(1000), lengths))
-    assert (held - dense).abs().max() < 1e-4 * dense.abs().max()
-    evicted = model(idx, policy_attend(scorers, spec(40), lengths))
-    changed = (evicted - dense).abs().amax((0, 2)) > 1e-4 * dense.abs().max()
-    n_slots = spec(40).n_slots
-    assert not changed[:n_slots].any() and changed[n_slots + 40:].any()
-    a = train.evaluate(model, "cpu", 1, spec(1000), scorers)
-    b = train.evaluate(model, "cpu", 1)
-    assert (a["right"], a["token_accuracy"]) == (b["right"], b["token_accuracy"])
-    learned = policy.startswith("kvpop")
-    assert a["loss"] == (0.0 if learned else None) and a["recall"] is None  # nothing was ever chosen
-    c = train.evaluate(model, "cpu", 1, spec(40), scorers)
-    assert (c["loss"] is None) is not learned
-    if learned:
-        assert c["loss"] > 0.1 and 0 < c["recall"] < 1
-
-
-@torch.no_grad()
-def test_the_oracle_ranks_by_the_attention_that_dense_queries_will_pay():
-    model = random_model()
-    scorers, found = scorers_for(model, "oracle"), []
-    idx, lengths, _ = train.collate_problems([make_problem("walk", 0)])
-    T = idx.shape[1]
-    model(idx, policy_attend(scorers, CacheSpec(2, 8, 35), lengths, lambda *result: found.append(result)))
-    assert [layer for layer, *_ in found] == [0, 1]
-    query, t = torch.arange(T)[:, None], torch.arange(T)
-    for _, q, k, _, scores, evict_at in found:
-        p = (q @ k.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(t > query, -math.inf).softmax(-1)  # (1, H, T, T)
-        mass = (p**POWER * (query >= t + 8)).sum(2) / (T - t - 8).clamp(min=1)
-        want = (mass**(1 / POWER) + 1e-8).log().view(1, 2, 2, T).amax(2)
-        assert (scores - want)[..., :T - 8].abs().max() < 1e-3 and want.std() > 1
-        visible = (t <= query) & (query < evict_at[..., None, :])  # sinks stay, and no query sees more than 35
-        assert visible[..., 2:, :2].all()
-        assert (visible.sum(-1) == torch.arange(1, T + 1).clamp(max=35)).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -662,256 +386,3 @@ def test_a_budget_beyond_the_length_has_nothing_to_teach(base, tmp_path, capsys)
     log = strict_json(tmp_path / "log.json")  # NaN would not be JSON
     assert log["history"][0]["retention"] == 0 and "recall" not in log["history"][0]
     assert log["after"]["kvpop"]["recall"] is None and "recall" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", JOBS)
-def test_a_loss_that_is_no_number_stops_the_run(base, tmp_path, capsys, kind):
-    out = tmp_path / "out"
-    assert run(*job(kind, base, out), "--steps", 1) == 0
-    good = {p.name: p.read_bytes() for p in out.iterdir()}
-    capsys.readouterr()
-    code = run(*job(kind, base, out), "--steps", 5, "--learning-rate", "1e30", "--base-learning-rate", "1e30")
-    refused(capsys, code, "step 2", "layer 0: a score is NaN" if kind == "scorer" else "is nan at step 2")
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == good  # what was there before is still there
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# stopping and going on
-
-@pytest.fixture(scope="module")
-def straight(base):
-    """Four steps without a stop, of each job."""
-    folders = {kind: base.parent / f"straight-{kind}" for kind in JOBS}
-    for kind, out in folders.items():
-        assert run(*job(kind, base, out), "--steps", 4, "--save-every", 2) == 0
-    return folders
-
-
-def stop_at(monkeypatch, step, error):
-    """The first try of optimiser step `step` (0-based) ends in an exception."""
-    real, real_rates, at = train.optimizer_step, train.set_rates, []
-
-    def optimizer_step(optimizer, settings):
-        if at[-1] == step:
-            monkeypatch.setattr(train, "optimizer_step", real)
-            raise error
-        return real(optimizer, settings)
-
-    def set_rates(optimizer, number, settings):
-        at.append(number)
-        real_rates(optimizer, number, settings)
-    monkeypatch.setattr(train, "optimizer_step", optimizer_step)
-    monkeypatch.setattr(train, "set_rates", set_rates)
-
-
-def same_end(a, b):
-    """Weights, optimiser and exported files bit for bit; history but for the clock."""
-    one, two = state_of(a), state_of(b)
-    assert one["step"] == two["step"] == 4
-    assert same(one["parameters"], two["parameters"]) and same(one["optimizer"], two["optimizer"])
-    for name in ("model.safetensors", "scorer.safetensors", "config.json", "scorer.json"):
-        assert (a / name).is_file() == (b / name).is_file()
-        if (a / name).is_file():
-            assert (a / name).read_bytes() == (b / name).read_bytes(), name
-    clock = ("seconds", "tokens")
-    numbers = [[{k: v for k, v in h.items() if k not in clock} for h in s["history"]] for s in (one, two)]
-    assert numbers[0] == numbers[1] and [h["step"] for h in numbers[0]] == [1, 2, 3, 4]
-    return True
-
-
-@pytest.mark.parametrize("kind", JOBS)
-@pytest.mark.parametrize("how", ["ctrl-c", "killed"])
-def test_a_resumed_run_ends_where_a_straight_one_does(base, straight, monkeypatch, capsys, kind, how):
-    out = base.parent / f"{how}-{kind}"  # beside the others, so that relative paths in scorer.json agree
-    args = (*job(kind, base, out), "--steps", 4, "--save-every", 2)
-    if how == "ctrl-c":
-        stop_at(monkeypatch, 1, KeyboardInterrupt())
-        assert run(*args) == 130
-        err = capsys.readouterr().err
-        assert "interrupted in step 2" in err and "after 1 steps" in err and "--resume" in err
-        done = 1
-    else:  # in step 4; what step 2 left is what is there
-        stop_at(monkeypatch, 3, RuntimeError("killed"))
-        with pytest.raises(RuntimeError, match="killed"):
-            run(*args)
-        done = 2
-    state = state_of(out)
-    assert state["step"] == done and len(state["history"]) == done
-    if kind != "pretrain":  # what an interrupt leaves can be used
-        assert load_scorers(out)[1]["budget"] == 40
-    if kind != "scorer":
-        assert load_model(out).config.n_embd == 32
-    assert run(*args, "--resume") == 0
-    assert f"resuming from {out / 'train_state.pt'} at step {done}" in capsys.readouterr().out
-    assert same_end(out, straight[kind])
-
-
-
-@pytest.mark.parametrize("kind", JOBS)
-@pytest.mark.parametrize("where", ["loading the next rows", "printing progress"])
-def test_ctrl_c_between_two_steps_repeats_none(base, straight, monkeypatch, kind, where):
-    out = base.parent / f"between-{where.split()[0]}-{kind}"
-    args = (*job(kind, base, out), "--steps", 4, "--save-every", 2)
-    owner, name = (batches, "make_problem") if where.startswith("loading") else (train.Run, "progress")
-    real = getattr(owner, name)
-
-    def stopping(*values, **options):
-        number = values[1] % 10**9 // (64 if kind == "pretrain" else 1) if owner is batches else values[1]
-        if number == (4 if owner is batches else 1):
-            raise KeyboardInterrupt
-        return real(*values, **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, stopping)
-        assert run(*args) == 130
-    assert run(*args, "--resume") == 0
-    numbers = state_of(out), state_of(straight[kind])
-    assert same(numbers[0]["parameters"], numbers[1]["parameters"])
-
-
-@pytest.mark.parametrize("kind", JOBS)
-def test_ctrl_c_in_the_last_evaluation_keeps_the_training(base, tmp_path, monkeypatch, kind):
-    real = train.evaluate
-
-    def evaluate(*args, **kwargs):
-        if (tmp_path / "trained").exists():
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-    real_step = train.optimizer_step
-    monkeypatch.setattr(train, "evaluate", evaluate)
-    monkeypatch.setattr(train, "optimizer_step", lambda *args: ((tmp_path / "trained").touch(), real_step(*args))[1])
-    try:
-        code = run(*job(kind, base, tmp_path / "out"), "--steps", 1)
-    except KeyboardInterrupt:
-        pytest.fail("the interrupt went through main")
-    assert code == 130 and state_of(tmp_path / "out")["step"] == 1
-
-
-def test_no_checkpoint_of_a_diverged_model(base, tmp_path, capsys):
-    out = tmp_path / "out"
-    refused(capsys, run(*job("pretrain", base, out), "--steps", 8, "--log-every", 4, "--save-every", 1,
-                        "--learning-rate", 1e30), "is nan at step")
-    assert not out.joinpath("train_state.pt").exists() or \
-        all(p.isfinite().all() for p in state_of(out)["parameters"].values())
-
-
-@pytest.mark.parametrize("args, words", [
-    (("--seed", 1), ("seed = 0, not 1",)),
-    (("--budget", 41), ("budget = 40, not 41",)),
-    (("--n-sink", 1), ("n_sink = 2, not 1",)),
-    (("--batch-size", 3), ("batch_size * processes * accumulate = 2, not 3",)),
-    (("--learning-rate", 0.5), ("learning_rate = ", "not 0.5")),
-    (("--policy", "kvpop-mlp"), ("policy = 'kvpop', not 'kvpop-mlp'",)),
-    (("--no-bounded",), ("bounded = True, not False",)),
-    (("--steps", 3), ("is at step 3 already", "--steps"))])
-def test_resume_with_other_settings_is_refused(base, scorer_run, tmp_path, capsys, args, words):
-    out = shutil.copytree(scorer_run, tmp_path / "out")
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
-    code = run(*job("scorer", base, out), "--steps", 5, "--resume", *args)
-    refused(capsys, code, "--resume", "train_state.pt", *words)
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
-
-
-def test_resume_needs_a_state_and_allows_more_steps(base, scorer_run, tmp_path, capsys):
-    refused(capsys, run(*job("scorer", base, tmp_path / "none"), "--resume"), "--resume", "none/train_state.pt")
-    out = shutil.copytree(scorer_run, tmp_path / "out")
-    assert run(*job("scorer", base, out), "--steps", 4, "--resume", "--save-every", 1, "--log-every", 2) == 0
-    assert state_of(out)["step"] == 4
-
-
-@pytest.mark.parametrize("state", [{"step": 1}, [1], b"", b"no zip"])
-def test_what_is_no_training_state_is_refused(base, tmp_path, capsys, state):
-    (tmp_path / "out").mkdir()
-    path = tmp_path / "out" / "train_state.pt"
-    path.write_bytes(state) if isinstance(state, bytes) else torch.save(state, path)
-    refused(capsys, run(*job("scorer", base, tmp_path / "out"), "--steps", 4, "--resume"), "not a training state")
-
-
-def test_a_state_of_another_device_keeps_this_ones_kernels(base, scorer_run, tmp_path, monkeypatch):
-    """A GPU's groups hold tensor rates and fused, capturable steps, a CPU's do not: neither goes over to the other."""
-    out, groups = shutil.copytree(scorer_run, tmp_path / "out"), []
-    state = state_of(out)
-    for group in state["optimizer"]["param_groups"]:
-        group.update(lr=torch.tensor(group["lr"]), fused=True, capturable=True)
-    torch.save(state, out / "train_state.pt")
-    real = train.set_rates
-    monkeypatch.setattr(train, "set_rates", lambda o, *args: (groups.extend(o.param_groups), real(o, *args)))
-    assert run(*job("scorer", base, out), "--steps", 4, "--resume") == 0
-    assert groups and all(isinstance(g["lr"], float) and not g["fused"] and not g["capturable"] for g in groups)
-
-
-class Code:
-    """What a hostile pickle does: call something when it is read."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-def test_a_training_state_cannot_run_code(base, tmp_path):
-    (tmp_path / "out").mkdir()
-    torch.save({"step": 1, "settings": {}, "code": Code(tmp_path / "ran")}, tmp_path / "out" / "train_state.pt")
-    with contextlib.suppress(pickle.UnpicklingError):
-        assert run(*job("scorer", base, tmp_path / "out"), "--steps", 2, "--resume") == 2
-    assert not (tmp_path / "ran").exists()
-
-
-def test_every_file_is_renamed_into_place(base, tmp_path, monkeypatch):
-    renamed, real = set(), train.os.replace
-
-    def replace(a, b):
-        renamed.add(str(b))
-        real(a, b)
-    monkeypatch.setattr(train.os, "replace", replace)
-    assert run(*job("train_base", base, tmp_path / "out"), "--steps", 1) == 0
-    files = {str(p) for p in (tmp_path / "out").iterdir()}
-    assert files == renamed and len(files) == 6  # nothing else is there: no temporary file is left
-
-
-def test_a_write_that_dies_half_way_spoils_nothing(base, scorer_run, tmp_path, monkeypatch):
-    out = shutil.copytree(scorer_run, tmp_path / "out")
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
-
-    def save(state, path):
-        with open(path, "wb") as f:
-            f.write(b"half")
-        raise RuntimeError("killed")
-    with monkeypatch.context() as patch:
-        patch.setattr(train.torch, "save", save)
-        with pytest.raises(RuntimeError, match="killed"):
-            run(*job("scorer", base, out), "--steps", 4, "--resume")
-    assert {n: (out / n).read_bytes() for n in before} == before
-    assert run(*job("scorer", base, out), "--steps", 4, "--resume") == 0
-    assert not list(out.glob("*.tmp")) and state_of(out)["step"] == 4
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# a step as a CUDA graph
-
-def test_without_a_graph_a_step_is_itself():
-    step = train.GraphedStep(lambda x, flag: (x + flag, flag), enabled=False)
-    assert step(torch.ones(2), flag=1)[0].tolist() == [2, 2]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", JOBS)
-def test_a_graphed_run_is_the_ordinary_run(base, tmp_path, kind):
-    """Ten steps with and without graphs, the same data and noise: the same losses and weights up to the order of
-    sums. The graph is captured in the fourth step, the one with recall in the fourth that logs."""
-    ends = {}
-    for name in ("graph", "no-graph"):
-        out = tmp_path / name
-        args = [a for a in job(kind, base, out)]
-        assert train.main([*args, "--device", "cuda", "--batch-size", "2", "--eval-problems", "1", "--steps", "10",
-                           "--log-every", "2", "--workers", "0", "--no-compile", f"--{name}"]) == 0
-        ends[name] = state_of(out)
-    for a, b in zip(ends["graph"]["history"], ends["no-graph"]["history"], strict=True):
-        for key in {"loss", "kl", "retention", "recall"} & a.keys():
-            assert a[key] == pytest.approx(b[key], rel=0.02, abs=1e-3), (key, a, b)
-    assert len({h.get("loss", h.get("retention")) for h in ends["graph"]["history"]}) == 5  # not one step over again
-    before = load_model(base).state_dict() if kind != "pretrain" else None
-    for name, want in ends["no-graph"]["parameters"].items():
-        got = ends["graph"]["parameters"][name]
-        moved = (want - (before[name].cuda() if before and name in before else want * 0)).norm()
-        assert (got - want).norm() <= 0.1 * moved + 1e-6, name

@@ -422,7 +422,7 @@ def test_fused_gates_are_the_formula(T, D):
     ("dms-cap", ()), ("dms-cap", ("--train-base",)), ("random", ()),
     ("kvpop-nodelay", ("--train-base", "--budget-start", 80, "--steps", 40, "--log-every", 40))])  # 5 steps a stage
 def test_a_graphed_run_is_the_ordinary_run(base, tmp_path, policy, args):  # noqa: F811
-    """As in test_train.py; every stage of a falling budget is captured in its fourth step."""
+    """As in test_train_runs.py; every stage of a falling budget is captured in its fourth step."""
     ends = {}
     for name in ("graph", "no-graph"):
         out = tmp_path / name
