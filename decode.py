@@ -35,7 +35,7 @@ from data.traces import FAMILIES
 import flex_masks
 from flex_masks import NEVER, TILE, CacheSpec, attention, effective_priority, plan
 from model import GraphedStep, ModelConfig, Transformer, load_model, read_json
-from scorer import LEARNED, POLICIES, make_scorers
+from scorer import FEW_ROWS, LEARNED, POLICIES, make_scorers
 
 CHUNK = 8192  # tokens that a prefill takes through an MLP at a time: a prompt's own activations then stay small
 
@@ -401,11 +401,12 @@ def force(model: Transformer, rows, spec=None, scorers=None, *, on_logits, graph
         on_logits(t, advance(idx[:, t]))
     return cache
 
-def fuse_scorers(scorers, narrow=False):
-    """As model.fuse, for scorers that can: a step lays no weights together and makes one product; narrow: see there."""
+def fuse_scorers(scorers, rows=1, dtype=None):
+    """As model.fuse, for scorers that can: a step lays no weights together and makes one product. rows, dtype: of the
+    cache."""
     for scorer in scorers if scorers is not None else ():
         if hasattr(scorer, "fuse"):
-            scorer.fuse(narrow)
+            scorer.fuse(narrow=dtype == torch.bfloat16 and rows > FEW_ROWS)
 
 # ------------------------------------------------------------------------------------------------------------- The loop
 

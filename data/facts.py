@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from data.teacher import checksum
+from data.text import at_line_end
 
 NEAR = 100  # fewest tokens of text between what is told and what is asked; less where a row is short
-LINE = 64  # a line end is looked for in so many tokens
 TIMES_ASKED = (0, 1, 2), (2, 6, 2)  # and their weights: what is never asked for is not worth keeping
 
 WORDS = dict(
@@ -218,21 +218,16 @@ def with_facts(ids, tokenizer, rng):
         parts.append(pieces)
     room = len(ids) - used
     near = min(NEAR, room // 4)
-
-    def at_line_end(place, last):
-        """The next line end within 64 tokens and up to `last`, or the place itself."""
-        return next((p for p in range(max(place, 1), min(place + LINE, last) + 1)
-                     if tokenizer.token_bytes(ids[p - 1]).endswith(b"\n")), place)
     inserts = []  # place in the text, fact, piece of it
     for i, pieces in enumerate(parts):
-        told = at_line_end(rng.randint(0, room - near), room - near)
+        told = at_line_end(tokenizer, ids, rng.randint(0, room - near), room - near)
         inserts.append((told, i, 0))
         for piece in range(1, len(pieces)):
             # one half at all scales, the other mostly far, where nothing but a scorer's choice keeps the fact
             far = room - told
             distance = rng.randint(near, far) if rng.random() < 0.5 else round(
                 math.exp(rng.uniform(math.log(near), math.log(far))))
-            inserts.append((at_line_end(told + distance, room), i, piece))
+            inserts.append((at_line_end(tokenizer, ids, told + distance, room), i, piece))
     row, last = [], 0
     for place, i, piece in sorted(inserts):
         row += ids[last:place]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data.prompts import say
-from data.scorer_files import load_scorers
+from data.scorer_files import load_scorers, sizes
 from flex_masks import CacheSpec
 from model import ModelConfig, read_json, resolve_checkpoint
 from scorer import LEARNED, check_policy, geometry, state_entries
@@ -103,9 +103,7 @@ def resolve_start(settings):
         if source != folder:
             named = stored.get("weights", stored.get("base"))
             name = str(source) if (folder / named).is_dir() else named
-        config = ModelConfig.from_dict(read_json(source / "config.json"))
-        found = (len(scorers), scorers[0].n_kv_head, scorers[0].head_dim)
-        wanted = (config.n_layer, config.n_kv_head, config.head_dim)
+        found, wanted = sizes(scorers, ModelConfig.from_dict(read_json(source / "config.json")))
         if found != wanted:
             raise ValueError(f"--model {settings.model} holds a scorer for (layers, KV heads, head_dim) = {found}, but "
                              f"the weights in {source} have {wanted}: take both from one retrofit")

@@ -1,6 +1,6 @@
 """The scorers of a retrofit as files: scorer.safetensors with the weights, scorer.json with what they are.
 
-What this file holds: save_scorers, load_scorers; check_scorers and check_window, whether they fit.
+What this file holds: save_scorers, load_scorers; sizes, check_scorers and check_window, whether they fit.
 Nothing is unpickled, and nothing that does not fit is loaded.
 Weights are used in fp32; in the file they may be fp16, half the size.
 """
@@ -87,10 +87,15 @@ def check_window(scorers, window):
                              f"not {window}: use window {s.window} or train another")
 
 
+def sizes(scorers, config):
+    """(layers, KV heads, head_dim) of the scorers, and of the model: the same where they fit."""
+    return ((len(scorers), scorers[0].n_kv_head, scorers[0].head_dim),
+            (config.n_layer, config.n_kv_head, config.head_dim))
+
+
 def check_scorers(scorers, config, spec):
     """ValueError when the scorers do not fit the model or were trained with another window."""
-    found = (len(scorers), scorers[0].n_kv_head, scorers[0].head_dim)
-    wanted = (config.n_layer, config.n_kv_head, config.head_dim)
+    found, wanted = sizes(scorers, config)
     if found != wanted:
         raise ValueError(f"the scorers fit a model with (layers, KV heads, head_dim) = {found}, this one has {wanted}: "
                          "take both from one folder")

@@ -31,7 +31,7 @@ from data.speed import Timer, add_options, card, guarded, median_ms, peak_bytes,
 from decode import KVCache, attend_all, block_in_chunks, dense_spec, fuse_scorers, make_step, prefill, step
 from flex_masks import TILE, CacheSpec, pyplot
 from model import ModelConfig, Transformer, causal_attend, expected_shapes, read_json
-from scorer import FEW_ROWS, make_scorers, state_entries
+from scorer import make_scorers, state_entries
 
 QWEN3 = dict(vocab_size=151936, n_layer=36, n_head=32, n_kv_head=8, head_dim=128, max_seq_len=131072, rope_base=1e6)
 SHAPES = {"qwen3-4b": dict(QWEN3, n_embd=2560, intermediate_size=9728, tie_embeddings=True),
@@ -404,7 +404,7 @@ def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtyp
     if policy in CONSTANT:
         scorers = make_scorers(policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim,
                                window=args.window).to(device)
-        fuse_scorers(scorers, narrow=dtype == torch.bfloat16 and batch > FEW_ROWS)
+        fuse_scorers(scorers, batch, dtype)
     for T in lengths:
         row, times = new_row(policy, args, batch, budget, T, device), {}
         if args.compile and kept is None:

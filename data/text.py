@@ -319,6 +319,12 @@ class Recall:
     keys: int
 
 
+def at_line_end(tokenizer, ids, place, last):
+    """Where to put a sentence into ids: the next line end within 64 tokens of place and up to last, or place itself."""
+    near = range(max(place, 1), min(place + 64, last) + 1)
+    return next((p for p in near if tokenizer.token_bytes(ids[p - 1]).endswith(b"\n")), place)
+
+
 def needle_prompt(tokenizer, filler, length, *, depth=None, distance=None, keys=1, seed=0, style=None) -> Recall:
     """`length` tokens: filler (ids of real text, at least as many) with `keys` sentences "The number of the red kettle
     is 48213." in it, one of which is asked for at the end. It stands at `depth` (0 first .. 1 last) or `distance`
@@ -348,12 +354,7 @@ def needle_prompt(tokenizer, filler, length, *, depth=None, distance=None, keys=
                          f"{len(filler)}: change the length or give more text")
     body = [int(i) for i in filler[:room]]
 
-    def at_line_end(place):
-        """The next line end within 64 tokens, or the place itself."""
-        near = range(max(place, 1), min(place + 64, room) + 1)
-        return next((p for p in near if tokenizer.token_bytes(body[p - 1]).endswith(b"\n")), place)
-
-    others = [at_line_end(rng.randint(0, room)) for _ in range(keys - 1)]
+    others = [at_line_end(tokenizer, body, rng.randint(0, room), room) for _ in range(keys - 1)]
 
     def distance_from(place):
         return room - place + len(tail) + sum(len(text) for text, p in zip(told[1:], others) if p >= place)
@@ -367,7 +368,7 @@ def needle_prompt(tokenizer, filler, length, *, depth=None, distance=None, keys=
         place = round(depth * room)
     else:
         raise ValueError(f"depth must be between 0 and 1, got {depth}")
-    places = [at_line_end(place), *others]
+    places = [at_line_end(tokenizer, body, place, room), *others]
     ids, last, end_of = list(head), 0, {}
     for i in sorted(range(keys), key=lambda i: places[i]):
         ids += body[last:places[i]] + told[i]

@@ -20,7 +20,6 @@ from data.results import Clock, Table, bootstrap, print_table, require
 from data.text import TokenFile, needle_prompt, read_documents, split_of
 from decode import check_request, force, fuse_scorers, generate
 from model import causal_attend
-from scorer import FEW_ROWS
 from targets import policy_attend
 
 LOGITS = 2**25  # at a time: 128 MiB in fp32
@@ -386,7 +385,7 @@ def health(args):
         if on_gpu:  # thousands of steps a text
             torch._dynamo.reset()  # or the shapes of all policies reach its limit of recompiles
             model.fuse()
-            fuse_scorers(scorers, narrow=checkpoint.dtype == torch.bfloat16 and args.rows > FEW_ROWS)
+            fuse_scorers(scorers, args.rows, checkpoint.dtype)
         row = dict.fromkeys(("perplexity", "perplexity_ratio", "ci_low", "ci_high", "distinct_4", "distinct_4_dense",
                              "n_documents", "nll_by_document"))
         if not note:
