@@ -5,7 +5,7 @@ What this file holds, bottom-up:
   prefill, step         whole prompts under the mask of training, keeping each layer's survivors; then a token a row
   generate              the batched loop with its stop reasons; `resume` adds a turn (data/sampling.py draws tokens)
   force                 given rows through the same decode step: how a dynamic policy is measured
-  main                  the command line
+  run, main             the command line (data/prompts.py has its flags)
 How it departs from a vanilla KV cache: a slot is not a position. A new token takes the slot of the token evicted for
 it, so nothing moves; keys are stored rotated at their absolute position, which is kept beside each slot. No branch
 looks at data and no tensor changes its address, so a step can be captured in one CUDA graph. The dense policy is the
@@ -13,7 +13,6 @@ same code with a window as long as the sequence, which no token ever leaves.
 
 Letters: B batch, T tokens, H query heads, H_kv KV heads, D head_dim, N slots; q the position of the newest token.
 """
-import argparse
 import math
 import os
 import sys
@@ -25,17 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
-from data.figures import draw_kept
-from data.prompts import (CHAT_CAP, SHIPPED, Writer, add_flags, known_record, labels, open_prompts, resolve_device,
-                          sampling, say, stop_ids, summary, tokenizer_of, verdict)
+from data.prompts import (CHAT_CAP, Writer, check_picture, check_prompts, check_request, draw, known_record,
+                          open_prompts, parse_args, resolve_device, sampling, say, stop_ids, summary, tokenizer_of,
+                          verdict)
 from data.resolve import resolve_policy, resolve_spec, weights_folder
 from data.sampling import Fetched, sample
 from data.scorer_files import check_scorers, load_scorers
+from data.together import at_slot, fuse_scorers, parts_of
 from data.traces import FAMILIES
 import flex_masks
 from flex_masks import NEVER, TILE, CacheSpec, attention, effective_priority, plan
 from model import GraphedStep, ModelConfig, Transformer, load_model, read_json
-from scorer import FEW_ROWS, LEARNED, POLICIES, make_scorers
+from scorer import make_scorers
 
 CHUNK = 8192  # tokens that a prefill takes through an MLP at a time: a prompt's own activations then stay small
 
@@ -53,9 +53,9 @@ FEW_HEADS = 64  # KV heads of all rows: not enough to fill the card
 
 
 def attend_all(q, k, v):
-    """q (B, H_kv, group_size, D) to k, v (B, H_kv, N, D) -> like q. Flash splits few heads over the whole card: 18 us a
-    layer at batch 1 and 4096 entries, cuDNN 50. It is called by name: the first step that a process compiles was seen
-    to ignore sdpa_kernel. Many heads: SDPA's choice, cuDNN, 124 us against 210 at batch 64, 2048 entries (H200)."""
+    """q (B, H_kv, group_size, D) to k, v (B, H_kv, N, D) -> like q. Flash splits few heads over the whole card (18 us a
+    layer at batch 1, 4096 entries; cuDNN 50), and is called by name: a first compiled step was seen to ignore
+    sdpa_kernel. Many heads: SDPA's choice, cuDNN, 124 us against 210 at batch 64, 2048 entries (H200)."""
     fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     if fits and k.shape[:2].numel() <= FEW_HEADS and torch.cuda.get_device_capability(q.device)[0] >= 8:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
@@ -71,22 +71,23 @@ class LayerCache:
     position          (B, H_kv, N)      int32, absolute; negative on empty slots
     ring              (B, H_kv, window) int32; entry t % window is the slot of token t of the window
     state             the scorer's own, dict of fp32 tensors
+    due               what the next step can be told before its token, dict; None: it finds out (data/together.py)
     With an fp64 model (tests) priority and state are fp64. scorer None: the window is all there is."""
 
-    def __init__(self, config, spec, batch, scorer, device, dtype):
-        self.spec, self.scorer, self.dynamic = spec, scorer, scorer is not None and scorer.dynamic
+    def __init__(self, config, spec, batch, scorer, device, dtype, n_layer=None):
+        self.spec, self.scorer, self.dynamic, self.due = spec, scorer, scorer is not None and scorer.dynamic, None
         self.wide = torch.promote_types(dtype, torch.float32)
-        heads = (batch, config.n_kv_head)
-        self.k_cache = torch.empty(*heads, spec.n_slots, config.head_dim, device=device, dtype=dtype)
+        heads, shape = (batch, config.n_kv_head * (n_layer or 1)), (batch, config.n_kv_head, spec.n_slots)
+        self.k_cache = torch.empty(*[n_layer] * bool(n_layer), *shape, config.head_dim, device=device, dtype=dtype)
         self.v_cache = torch.empty_like(self.k_cache)
         self.priority = torch.empty(*heads, spec.n_slots, device=device, dtype=self.wide)
         self.position = torch.empty(*heads, spec.n_slots, device=device, dtype=torch.int32)
         self.ring = torch.empty(*heads, spec.window, device=device, dtype=torch.int32)
         shape = dict(group_size=config.group_size, cache_dtype=dtype) if self.dynamic else {}
-        self.empty_state = lambda: {} if scorer is None else scorer.init_state(batch, device, self.wide, **shape)
-        self.state = self.empty_state()
+        self.empty_state = lambda scorer: {} if scorer is None else scorer.init_state(batch, device, self.wide, **shape)
         self.b = torch.arange(batch, device=device)[:, None]  # (B, 1), with h and a (B, H_kv) slot: one entry a head
-        self.h = torch.arange(config.n_kv_head, device=device)[None]  # (1, H_kv)
+        self.h = torch.arange(heads[1], device=device)[None]  # (1, H_kv)
+        self.state = self.empty_state(scorer)
         self.reset()
 
     def reset(self):
@@ -95,7 +96,7 @@ class LayerCache:
             tensor.zero_()
         self.priority.fill_(-math.inf)
         self.position.copy_(torch.arange(-self.spec.n_slots, 0, device=self.position.device))
-        self.set_state(self.empty_state())
+        self.set_state(self.empty_state(self.scorer))
 
     def set_state(self, state):
         for name, tensor in self.state.items():
@@ -124,45 +125,78 @@ class LayerCache:
         self.ring.copy_((count - 1 - (last - newest)).clamp(min=0))  # the window is the tail of the filled slots
         self.set_state(state)
 
+    def ahead(self, input_pos, k=None, v=None):
+        """What the step at input_pos (B,) does, as far as it does not depend on its token (k, v (B, H_kv, D), for a
+        policy that decides by it): the victim among the others, and token u = q - window, which leaves the window."""
+        b, h, window, scorer, priority = self.b, self.h, self.spec.window, self.scorer, self.priority
+        if self.dynamic:
+            priority = priority.masked_fill((self.position >= 0) & ~self.candidates(input_pos), math.inf)
+        rival, lowest = choose_victim(priority, self.position)
+        if scorer is None or self.dynamic:
+            return dict(victim=rival)
+        entry, u = (input_pos % window)[:, None], input_pos - window  # (B, 1), (B,)
+        slot = self.ring[b, h, entry].long()  # (B, H_kv)
+        # a policy may decide by a token after u, in the cache unless it is q itself
+        read = self.ring[b, h, (entry + scorer.shift) % window].long() if scorer.shift else slot
+        leave = (at_slot(z, b, h, read) for z in (self.k_cache, self.v_cache)) if scorer.shift < window else (k, v)
+        return dict(rival=rival, lowest=lowest, slot=slot, old=priority[b, h, slot],
+                    **scorer.ahead(self.state, *leave, u))
+
+    def decide(self, due, k, v, input_pos):
+        """Score u and let it compete -> victim, (B, H_kv) slots; new, the priority of u; what the scorer will want."""
+        score, news = self.scorer.finish(self.state, due, k, v)
+        u = (input_pos - self.spec.window)[:, None]  # (B, 1)
+        new = effective_priority(score, self.scorer.log_gamma(), u).to(self.wide)
+        new = new.masked_fill(new.isnan(), math.inf)  # which a compiled step cannot refuse: `check` finds it
+        # sinks stay at +inf; rows where nothing has left yet (u < 0) rewrite what is there
+        new = torch.where(u >= self.spec.n_sink, new, due["old"])
+        # so far u was safe, so the rival is the least of the others, who are older and go first if equal
+        victim = torch.where(new < due["lowest"], due["slot"], due["rival"])
+        return dict(victim=victim, new=new, **news)
+
+    def look_ahead(self, input_pos):
+        """Note what the step at input_pos can be told."""
+        due = self.ahead(input_pos)
+        self.note(due if self.scorer.waits else due | self.decide(due, None, None, input_pos))
+
+    def note(self, found):  # in place
+        for name, tensor in found.items():
+            self.due[name].copy_(tensor)
+
+    def record(self, due, input_pos):
+        """The token at input_pos has come, and all but its key and value is still to be written."""
+        b, h, victim = self.b, self.h, due["victim"]
+        safe = self.priority.new_full((), 0.0 if self.dynamic else math.inf)
+        if "new" in due:  # one write for u and for q, which may take the place of u
+            new, slot = due["new"], due["slot"]
+            both = torch.stack([new.masked_fill(slot == victim, math.inf), safe.expand_as(new)], -1)  # (B, H_kv, 2)
+            self.priority.index_put_((b[..., None], h[..., None], torch.stack([slot, victim], -1)), both)
+            self.set_state(self.scorer.settle(self.state, due))
+        else:
+            self.priority.index_put_((b, h, victim), safe)
+        self.position.index_put_((b, h, victim), input_pos[:, None].int())
+        self.ring.index_put_((b, h, (input_pos % self.spec.window)[:, None]), victim.int())
+
     def step(self, q, k, v, input_pos, full=False, filling=None):
         """One token per row at absolute positions input_pos (B,): evict, write, attend.
         q (B, H, 1, D), k, v (B, H_kv, 1, D) -> (B, H, 1, D). Rows may be at different positions and fill levels.
         full: the caller knows that with this token every slot of every row is filled. filling: else, for a compiled
         step on a GPU, a BlockMask of those that are; with a mask SDPA has only slow kernels there, 140 us a layer."""
-        b, h, window, scorer = self.b, self.h, self.spec.window, self.scorer
+        b, h, scorer = self.b, self.h, self.scorer
         k, v = k.squeeze(2), v.squeeze(2)  # (B, H_kv, D)
-        entry, priority = (input_pos % window)[:, None], self.priority  # (B, 1)
-        safe = priority.new_full((), 0.0 if self.dynamic else math.inf)
-        if self.dynamic:
-            priority = priority.masked_fill((self.position >= 0) & ~self.candidates(input_pos), math.inf)
-        victim, lowest = choose_victim(priority, self.position)  # decided before the write: never more than N entries
-        if scorer is not None and not self.dynamic:  # token u = q - window leaves the window: score it, let it compete
-            u = input_pos - window  # (B,)
-            slot = self.ring[b, h, entry].long()  # (B, H_kv); read here, written below for token q
-            # a policy may decide by a token after u, in the cache unless it is q itself
-            read = self.ring[b, h, (entry + scorer.shift) % window].long() if scorer.shift else slot
-            leave = (self.k_cache[b, h, read], self.v_cache[b, h, read]) if scorer.shift < window else (k, v)
-            score, state = scorer.step(self.state, k, v, *leave, u)
-            self.set_state(state)
-            new = effective_priority(score, scorer.log_gamma(), u[:, None]).to(self.wide)
-            new = new.masked_fill(new.isnan(), math.inf)  # which a compiled step cannot refuse: `check` finds it
-            # sinks stay at +inf; rows where nothing has left yet (u < 0) rewrite what is there
-            new = torch.where(u[:, None] >= self.spec.n_sink, new, priority[b, h, slot])
-            # so far u was safe, so victim is the least of the others, who are older and go first if equal
-            victim = torch.where(new < lowest, slot, victim)
-            # one write for u and for q, which may take the place of u
-            both = torch.stack([new.masked_fill(slot == victim, math.inf), safe.expand_as(new)], -1)  # (B, H_kv, 2)
-            self.priority.index_put_((b[..., None], h[..., None], torch.stack([slot, victim], -1)), both)
-        else:
-            self.priority.index_put_((b, h, victim), safe)
+        due = self.due or self.ahead(input_pos, k, v)
+        waits = scorer is not None and not self.dynamic and (self.due is None or scorer.waits)
+        found = self.decide(due, k, v, input_pos) if waits else {}
+        victim = (found or due)["victim"]  # decided before the write: never more than N entries
         # index_put_ and not scatter_: with an expanded index the compiler would copy the whole cache every step
         self.k_cache.index_put_((b, h, victim), k)
         self.v_cache.index_put_((b, h, victim), v)
-        self.position.index_put_((b, h, victim), input_pos[:, None].int())
-        self.ring.index_put_((b, h, entry), victim.int())
+        self.note(found) if self.due else self.record(due | found, input_pos)
         grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])  # (B, H_kv, group_size, D): a group's heads as its queries
         live = self.position >= 0  # (B, H_kv, N): all true from q = N - 1 on
         if not self.dynamic:
+            if self.due:  # token q is written down later
+                live = live | (victim[..., None] == torch.arange(live.shape[-1], device=live.device))
             if full:
                 out = attend_all(grouped, self.k_cache, self.v_cache)
             elif filling is not None:
@@ -200,9 +234,14 @@ class KVCache:
             check_scorers(scorers, config, spec)
         self.spec, self.seen, self.compiled = spec, 0, False
         self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.layers = [LayerCache(config, spec, batch, None if scorers is None else scorers[i], device, dtype)
-                       for i in range(config.n_layer)]
-        if self.input_pos.is_cuda and not (scorers and scorers[0].dynamic):
+        L, one = config.n_layer, getattr(scorers, "one", None)
+        make = lambda scorer, n=None: LayerCache(config, spec, batch, scorer, device, dtype, n)  # noqa: E731
+        # the heads of all layers as those of one, which decide together (data/together.py); or None
+        self.whole = make(one, L) if one else None
+        self.layers = (parts_of(self.whole, scorers, self.input_pos) if one else
+                       [make(scorer) for scorer in scorers or [None] * L])
+        self.prepare()
+        if self.input_pos.is_cuda and not self.layers[0].dynamic:
             # slots fill in order, so until the cache is full a row's live ones are a prefix of its slots
             self.filled = filled = torch.zeros(batch, dtype=torch.int32, device=device)
             n_tiles = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
@@ -220,6 +259,14 @@ class KVCache:
                 old, new = getattr(smaller.layers[i], name), getattr(layer, name)[:, :, :smaller.spec.n_slots]
                 # an empty slot is numbered from the end: fewer slots, other numbers
                 new.copy_(torch.where(old < 0, new, old) if name == "position" else old)
+
+        self.prepare()
+
+    @torch.no_grad()
+    def prepare(self):
+        """Find what of the next step is `due` before its token: after anything but a step has changed the cache."""
+        for layer in self.layers if self.whole is not None else ():
+            layer.look_ahead(self.input_pos)
 
     def set_prompt_lengths(self, lengths):
         """For a policy that never evicts prompts: their lengths, (B,) ints, after a reset and before a step (a prefill
@@ -273,21 +320,14 @@ def dense_spec(limit):
     """The dense policy: a window of `limit` entries, which no token leaves before position `limit`."""
     return CacheSpec(n_sink=0, window=limit, budget=limit)
 
-
-def check_prompts(policy, spec, longest):
-    """ValueError when a policy never evicts the prompt, and sinks, prompt and window do not fit in the slots."""
-    if policy == "random-prompt" and spec.n_sink + longest + spec.window > spec.n_slots:
-        raise ValueError(f"policy {policy} never evicts the prompt, and {spec.n_sink} sinks + a prompt of {longest} + "
-                         f"{spec.window} window are more than {spec.n_slots} slots: raise --budget or choose another")
-
 # ---------------------------------------------------------------------------------------------- The two ways to fill it
 
 @torch.no_grad()
 def prefill(model: Transformer, idx, lengths, cache: KVCache):
     """Whole prompts: idx (B, T) int64 right-padded with anything, lengths (B,) int64 -> logits (B, V) of each row's
     last token. Afterwards the cache has seen queries 0 .. length - 1, and the next step is q = length.
-    Layer by layer: parallel scores -> priority -> evict_at -> masked attention; the survivors go to the slots, the
-    layer's other keys and values are dropped. What stays is what stepping through the prompt would have kept.
+    Layer by layer: parallel scores -> priority -> evict_at -> masked attention; the survivors go to the slots, other
+    keys and values are dropped. What stays is what stepping through the prompt would have kept.
     ValueError: a dynamic policy, which has no parallel form."""
     cache.reset()
     pad = torch.arange(idx.shape[1], device=idx.device) >= lengths[:, None]  # (B, T)
@@ -309,6 +349,7 @@ def prefill(model: Transformer, idx, lengths, cache: KVCache):
     hidden = model(idx, attend, run=block_in_chunks)  # (B, T, C)
     cache.input_pos.copy_(lengths)
     cache.seen = int(lengths.min())
+    cache.prepare()
     return model.unembed(hidden[torch.arange(len(lengths), device=idx.device), lengths - 1])
 
 
@@ -325,12 +366,19 @@ def block_step(block, slots, x, cos, sin, input_pos, full, filling):
     return block(x, cos, sin, lambda layer, q, k, v: slots.step(q, k, v, input_pos, full, filling), None)
 
 
+def between_steps(whole, input_pos):
+    """The end of the step at input_pos and the begin of the next, for all layers at once."""
+    whole.record(whole.due, input_pos)
+    whole.look_ahead(input_pos + 1)
+
+
 # no reduction in two kernels, they are short; on Hopper a kernel is launched while the one before it still runs (PDL)
 WHOLE = {"split_reductions": False, "triton.enable_pdl": True}
 # of one row products are reductions (model.linear): their tiles are tried out, or they would be slower than products
 ONE = {**WHOLE, "max_autotune_pointwise": True}
 compiled_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options=WHOLE)
 one_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options=ONE)
+compiled_between_steps = torch.compile(between_steps, dynamic=False, fullgraph=True, options=WHOLE)
 tuned_block_step = torch.compile(block_step, dynamic=False, fullgraph=True,
                                  options={**WHOLE, "coordinate_descent_tuning": True})  # a minute of compilation
 
@@ -342,6 +390,8 @@ def step(model: Transformer, idx, cache: KVCache):
         cache.filled.copy_((cache.input_pos + 1).clamp(max=cache.spec.n_slots))
         cache.filling.kv_num_blocks.copy_((cache.filled.view(-1, 1, 1) + TILE - 1) // TILE)
     hidden = model(idx[:, None], cache.attend, cache.input_pos[:, None], cache.run if cache.compiled else None)
+    if cache.whole is not None:
+        (compiled_between_steps if cache.compiled else between_steps)(cache.whole, cache.input_pos)
     cache.input_pos.add_(1)
     cache.seen += 1
     return model.unembed(hidden[:, 0])
@@ -401,13 +451,6 @@ def force(model: Transformer, rows, spec=None, scorers=None, *, on_logits, graph
         on_logits(t, advance(idx[:, t]))
     return cache
 
-def fuse_scorers(scorers, rows=1, dtype=None):
-    """As model.fuse, for scorers that can: a step lays no weights together and makes one product. rows, dtype: of the
-    cache."""
-    for scorer in scorers if scorers is not None else ():
-        if hasattr(scorer, "fuse"):
-            scorer.fuse(narrow=dtype == torch.bfloat16 and rows > FEW_ROWS)
-
 # ------------------------------------------------------------------------------------------------------------- The loop
 
 @dataclass
@@ -427,21 +470,6 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C inside `generate`; args[0] is the Generation so far."""
 
 
-def check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_k, past=0):
-    """ValueError for what cannot be generated, before any work."""
-    if not prompts or not all(prompts):
-        raise ValueError("the prompt is empty: give at least one token")
-    if not (0 <= temperature < math.inf and 0 < top_p <= 1 and top_k >= 0):
-        raise ValueError(f"sampling wants temperature >= 0, 0 < top_p <= 1 and top_k >= 0 (0 = off), "
-                         f"got {temperature}, {top_p} and {top_k}")
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
-    longest, new = past + max(map(len, prompts)), max_new_tokens or 1
-    if longest + new > max_seq_len:
-        raise ValueError(f"a prompt of {longest} tokens and {new} new ones need {longest + new} positions, more than "
-                         f"max_seq_len {max_seq_len}: shorten the prompt or lower --max-new-tokens")
-
-
 @torch.no_grad()
 def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_tokens=None, max_seq_len=None,
              temperature=0.0, top_p=1.0, top_k=0, seed=0, stop_ids=None, on_token=None, cache=None, resume=None,
@@ -451,15 +479,14 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
     until an end token or max_seq_len (default: the model's). stop_ids default to the model's end tokens.
     seed: one int, row b then draws with seed + b, or one per row. A row's random numbers depend on its seed alone, so
     it draws the same text in any batch and on any device, up to what rounding does to the logits.
-    A dynamic policy has no prefill: all rows start at position 0 and step through their prompts; steps and
-    decode_seconds then count from where the longest one ends.
-    on_token(row, id) is called for each new token. cache: one to reuse, it is reset. graph: on a GPU, replay each step
-    as a CUDA graph, and the sampling as another. compiled: blocks through torch.compile, of a cache made here. ahead:
-    the host reads a token while a GPU runs the next step, so that it never waits; at the end the cache has seen a token
-    too many and cannot be resumed. Rows that have stopped go through the steps unread, to keep the shapes: their slots
-    mean nothing after that. resume: the Generation of one row, to go on from. Its cache stays (a dense one grows), and
-    the prompt, behind the last token said if that was never fed, is stepped in token by token: the same state as from
-    one prompt with everything. An end token is not fed. ValueError before any work."""
+    A dynamic policy has no prefill: all rows step through their prompts; steps and decode_seconds then count from
+    where the longest one ends. on_token(row, id) is called for each new token. cache: one to reuse, it is reset. graph:
+    on a GPU, replay each step as a CUDA graph, and the sampling as another. compiled: blocks through torch.compile, of
+    a cache made here. ahead: the host reads a token while a GPU runs the next step, so that it never waits; at the end
+    the cache has seen a token too many and cannot be resumed. Rows that have stopped go through the steps unread: their
+    slots mean nothing after that. resume: the Generation of one row, to go on from. Its cache stays (a dense one
+    grows), and the prompt, behind the last token said if that was never fed, is stepped in token by token: the same
+    state as from one prompt with everything. An end token is not fed. ValueError before any work."""
     config, weight = model.config, model.model.embed_tokens.weight
     ahead = ahead and weight.is_cuda
     max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
@@ -541,27 +568,6 @@ def generate(model: Transformer, prompts, spec=None, scorers=None, *, max_new_to
 
 # ----------------------------------------------------------------------------------------------------- The command line
 
-def parse_args(argv):
-    parser = argparse.ArgumentParser(
-        description="Generate with a KV cache of fixed size. Text goes to stdout as it comes, the rest to stderr.")
-    add = parser.add_argument
-    add("--model", default=str(SHIPPED / "kvpop"), metavar="FOLDER", help="folder or hub id (default: %(default)s)")
-    free = ", ".join(policy for policy in POLICIES if policy not in (*LEARNED, "oracle"))
-    add("--policy", help=f"on the base model: {free}; or the checkpoint's own (default)")
-    add("--budget", type=int, help="entries per KV head, all included (default: the checkpoint's)")
-    add("--n-sink", type=int, help="first positions, never evicted (default: the checkpoint's)")
-    add("--window", type=int, help="newest positions, the query included (default: the checkpoint's)")
-    add_flags(parser)
-    add("--seed", type=int, default=0, help="of the sampling and of policy random (default: %(default)s)")
-    add("--max-seq-len", type=int, help="prompt and text together (default and limit: the model's)")
-    add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
-    add("--compile", action=argparse.BooleanOptionalAction,
-        help="on a GPU, blocks through torch.compile: 20 s, then faster steps (default: from a billion parameters)")
-    add("--picture", metavar="FILE.png", help="draw which tokens each layer still holds at the end")
-    return parser.parse_args(argv)
-
-
 def run(args):
     """The command, after parsing -> exit code. All that can be refused is, before weights are read."""
     folder, policy, has_scorers, settings = resolve_policy(args)
@@ -579,10 +585,7 @@ def run(args):
         raise ValueError("a chat without a turn: give --prompt, or lines on stdin")
     check_request([prompt], args.max_new_tokens, limit, **how)
     check_prompts(policy, spec, len(prompt))
-    if args.picture:
-        parent = os.path.join(os.path.dirname(args.picture) or ".", "")  # the slash: a file will not do
-        if not args.picture.endswith(".png") or os.path.isdir(args.picture) or not os.access(parent, os.W_OK):
-            raise ValueError(f"--picture {args.picture!r} cannot be written: give a .png file in a folder that exists")
+    check_picture(args.picture)
     scorers = load_scorers(folder)[0] if has_scorers else None
     if not has_scorers and policy != "dense":
         scorers = make_scorers(policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim,
@@ -594,7 +597,7 @@ def run(args):
     compiled = on_gpu and (sum(p.numel() for p in model.parameters()) >= 1e9 if args.compile is None else args.compile)
     if on_gpu:
         model.fuse()
-    fuse_scorers(scorers)
+    scorers = fuse_scorers(scorers)
     result, ids, tokens, spent, code = None, prompt, [], Counter(), 0
     while ids is not None and not code:
         write, room, cap = Writer(tokenizer), limit - len(tokens) - len(ids), args.max_new_tokens
@@ -621,15 +624,9 @@ def run(args):
     say("\n".join(summary(result, policy, config, spent)))
     if problem is not None:
         usual = problem.family in FAMILIES and not how["temperature"] and (args.n_sink, args.window) == (None, None)
-        record = known_record(policy, spec and spec.budget, folder, weights) if usual else ""
-        say(verdict(problem, result.tokens[0], record))
+        say(verdict(problem, result.tokens[0], usual and known_record(policy, spec and spec.budget, folder, weights)))
     if args.picture and result.seen[0]:
-        tokens, slots = tokens[:result.seen[0]], result.cache.spec.n_slots
-        kept = [result.cache.kept_positions(layer)[0] for layer in range(config.n_layer)]
-        title = f"Tokens held by policy {policy} after {len(tokens)} positions, {slots} slots per KV head"
-        marks, columns = labels(tokenizer, tokens)
-        draw_kept(args.picture, kept, marks, len(prompt), title, columns)
-        say(f"wrote {args.picture}")
+        draw(args.picture, result, tokens[:result.seen[0]], len(prompt), tokenizer, policy)
     return code
 
 

@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.noise import hash_uniform, mix
-from data.products import bf16_terms, made, narrow_pays, narrow_product, wide_bmm
+from data.products import FEW_ROWS, narrow_pays, narrow_product, step_product, step_terms
 from model import lay_side_by_side
 
 POLICIES = ("dense", "streaming", "random", "random-prompt", "knorm", "keydiff", "tova-layer", "tova-head", "h2o",
             "h2o-mean", "snapkv", "rkv", "vase", "dms-cap", "kvpop-mlp", "kvpop", "kvpop-nodelay", "position", "oracle")
 LEARNED = ("dms-cap", "kvpop-mlp", "kvpop", "kvpop-nodelay", "position")  # these need a checkpoint
-FEW_ROWS = 8  # rows: a decode step of no more lays its sums out in another way, see MLSTM
 FLOOR = -1e30  # "log of nothing": a finite stand-in for -inf, because -inf - (-inf) is NaN
 _CLASSES = {}  # policy -> class, filled in by the classes themselves
 TINY = 1e-30  # smallest denominator; phi(q).n itself gets as small as 4e-22, so 1e-6 or 1e-20 would change scores
@@ -90,9 +89,10 @@ class Scorer(nn.Module):
     Attributes: name (policy), n_kv_head, head_dim, layer, state_entries (what the state costs with one query head a KV
     head; the function of that name knows any), dynamic (ranks the whole cache at every step), delayed (the score of t
     reads tokens up to t + window), shift (`step` is handed token u + shift as the leaving one), window (the one it was
-    made for; None = any), ranges (option -> default, least, most; None = the window), narrow (see `taken`)."""
+    made for; None = any), ranges (option -> default, least, most; None = the window), narrow (see `taken`), waits (the
+    score needs token q), by_layer (it depends on the layer's number)."""
 
-    name, delayed, dynamic, narrow, shift, ranges = "", False, False, False, 0, {}
+    name, delayed, dynamic, narrow, shift, ranges, waits, by_layer = "", False, False, False, 0, {}, False, False
 
     def __init_subclass__(cls, **attributes):  # class Random(Scorer, name="random")
         for name, value in attributes.items():
@@ -119,9 +119,11 @@ class Scorer(nn.Module):
         return torch.float64 if dtype == torch.float64 else torch.float32
 
     def taken(self, k, v):
-        """k, v for `score_all`: constants in `work_dtype`, or, if `narrow`, bf16 as they came, where tensor cores then
-        give the fp32 product sooner."""
+        """k, v, of a sequence or (B, H_kv, D) of a step: constants in `work_dtype`, or, if `narrow`, bf16 as they came,
+        where tensor cores then give the fp32 product sooner."""
         narrow = self.narrow and self.work_dtype(k) == torch.float32 and narrow_pays(k, v)
+        if k.dim() == 3:
+            narrow = getattr(self, "terms", None) is not None and len(k) > FEW_ROWS and k.dtype == torch.bfloat16
         return [z.detach() if narrow else z.detach().to(self.work_dtype(z)) for z in (k, v)]
 
     def forward(self, k, v, lengths=None, return_state=False):
@@ -155,12 +157,22 @@ class Scorer(nn.Module):
         """One decode step at query q: k, v (B, H_kv, D) are token q, taken into the state first; leave_pos (B,) int64
         is u = q - window, the token that leaves the window, and k_leave, v_leave (B, H_kv, D) are token u + shift.
         -> score of token u, (B, H_kv) fp32, and state. Rows with leave_pos < 0: finite, but means nothing."""
-        with torch.autocast(k.device.type, enabled=False):
-            narrow = getattr(self, "terms", None) is not None and len(k) > FEW_ROWS and k.dtype == k_leave.dtype
-            work = torch.bfloat16 if narrow and k.dtype == torch.bfloat16 else self.work_dtype(k)  # as in `taken`
-            k, v, k_leave, v_leave = (z.detach().to(work) for z in (k, v, k_leave, v_leave))
-            k_leave, v_leave = (z.masked_fill((leave_pos < 0)[:, None, None], 0.0) for z in (k_leave, v_leave))
-            return self.score_one(state, k, v, k_leave, v_leave, leave_pos)
+        score, news = self.finish(state, due := self.ahead(state, k_leave, v_leave, leave_pos), k, v)
+        return score, self.settle(state, due | news)
+
+    # A step in three parts, the first and the last for all layers at once if need be (data/together.py): what does not
+    # need token q -> dict of (B, H_kv, ..); score of u, and what token q brings -> (B, H_kv), dict; the new state
+
+    def ahead(self, state, k_leave, v_leave, leave_pos):
+        with torch.autocast(k_leave.device.type, enabled=False):
+            leave = [z.masked_fill((leave_pos < 0)[:, None, None], 0.0) for z in self.taken(k_leave, v_leave)]
+            return self.score_ahead(state, *leave, leave_pos)
+
+    def finish(self, state, due, k, v):
+        return due["score"], {}
+
+    def settle(self, state, due):
+        return state
 
     def score(self, k, v, pos):
         """A score from a token alone: k, v (B, H_kv, T, D), pos (B or 1, T) int64 -> (B or 1, H_kv, T)."""
@@ -169,8 +181,8 @@ class Scorer(nn.Module):
     def score_all(self, k, v, real):
         return self.score(k, v, torch.arange(k.shape[2], device=k.device)[None]).expand(k.shape[:3]), {}
 
-    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
-        return self.score(k_leave[:, :, None], v_leave[:, :, None], leave_pos[:, None]).squeeze(-1), state
+    def score_ahead(self, state, k_leave, v_leave, leave_pos):
+        return {"score": self.score(k_leave[:, :, None], v_leave[:, :, None], leave_pos[:, None]).squeeze(-1)}
 
     def log_gamma(self):
         """Decay per token of age, (H_kv,) fp32 < 0, or None for policies without it."""
@@ -184,7 +196,7 @@ class Streaming(Scorer, name="streaming"):
         return k.new_zeros(k.shape[:3])
 
 
-class Random(Scorer, name="random"):
+class Random(Scorer, name="random", by_layer=True):
     """One number per (seed, layer, KV head, position), never redrawn: reservoir sampling of the past."""
     def score(self, k, v, pos):
         return hash_uniform(self.seed, self.layer, self.n_kv_head, pos[:, None])
@@ -204,9 +216,9 @@ class RandomPrompt(Random, name="random-prompt", prompt_lengths=None):
             raise ValueError(f"policy {self.name}: set prompt_lengths of its scorers, (B,), before each parallel pass")
         return super().score_all(k, v, real)[0].masked_fill((pos < prompt[:, None])[:, None], 2.0), {"prompt": prompt}
 
-    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
-        scores, state = super().score_one(state, k, v, k_leave, v_leave, leave_pos)
-        return scores.masked_fill((leave_pos < state["prompt"])[:, None], 2.0), state  # above every random number
+    def score_ahead(self, state, k_leave, v_leave, leave_pos):
+        score = super().score_ahead(state, k_leave, v_leave, leave_pos)["score"]
+        return {"score": score.masked_fill((leave_pos < state["prompt"])[:, None], 2.0)}  # above every random number
 
 
 class KNorm(Scorer, name="knorm"):
@@ -215,7 +227,7 @@ class KNorm(Scorer, name="knorm"):
         return -torch.linalg.vector_norm(k, dim=-1)
 
 
-class Oracle(Scorer, name="oracle", scores=None):
+class Oracle(Scorer, name="oracle", scores=None, by_layer=True):
     """Scores handed in through `scorer.scores = (B, H_kv, T)`, usually future attention: the upper bound of what any
     scorer can do. `power` says which target that is to be (targets.future_attention); None = its default."""
     def __init__(self, *args, power=None, **options):
@@ -228,7 +240,7 @@ class Oracle(Scorer, name="oracle", scores=None):
                              f"it is {got and tuple(got)}")
         return self.scores.detach().to(k), {}
 
-    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
+    def score_ahead(self, state, k_leave, v_leave, leave_pos):
         raise ValueError("policy oracle needs the future, so it cannot decode; use it in the parallel form only")
 
 # ------ dynamic policies: every slot is scored again after the attention of each step, before the next token evicts one
@@ -375,8 +387,7 @@ class LearnedScorer(Scorer):
         """x (B, H_kv, T, I) times the weight (H_kv, I, O) -> (B, H_kv, T, O)."""
         if x.shape[2] == 1:  # a decode step: as a product over rows, or the weight would be copied for each of them
             return (x.squeeze(2).transpose(0, 1) @ self.weight(name, x)).transpose(0, 1)[:, :, None]
-        # matmul and not einsum: its weight gradient is one product per row and head, summed, where einsum's has only
-        # H_kv products of length B * T, which took two fifths of a training step on an H200; bf16: see `taken`
+        # not einsum, whose weight gradient is H_kv products of length B * T; bf16: see `taken`
         return narrow_product(x, getattr(self, name)) if x.dtype == torch.bfloat16 else x @ self.weight(name, x)
 
     def log_gamma(self):
@@ -439,22 +450,24 @@ class DMSCap(MLP, name="dms-cap", shift=1, delayed=True):
         return F.pad(self.score(k[:, :, 1:], v[:, :, 1:], None), (0, 1)), {}
 
 
-class MLSTM(LearnedScorer, name="kvpop", narrow=True):
+class MLSTM(LearnedScorer, name="kvpop", narrow=True, waits=True):
     """An mLSTM per KV head that takes in every token and reads each one when it leaves the window (App. A, E).
 
         score_u = a^T SiLU(h_u) + c^T SiLU(W_s x_u),   h_u = phi(q_u)^T C_q / phi(q_u)^T n_q,   q = u + window
         phi(z) = [softmax(z); softmax(-z)] (Hedgehog), i = exp(a_i), f = sigmoid(a_f), a = 15 tanh(linear(x) / 15)
 
     Features are positive, so h is a convex mix of past values. State per row and head, fp32: m (1), and C
-    (D/2 + 1, 2, D/2), transposed, n its last row, the memory of a value that is always 1: one read and one write.
+    (D/2 + 1, 2, D/2), transposed, n its last row, the memory of a value that is always 1: one read and one write. In a
+    step h is read as f phi(q_u)^T C_(q-1) + i phi(q_u)^T k_q v_q: all but three numbers is known before token q.
     Start: W_q = W_k = random orthonormal columns on the key half of x, W_v on the value half: that keeps the RMS of a
     key at every head_dim (softmax neither flat nor one-hot), and a token reads the values of keys like its own. a = c =
     0: equal scores, so with decay it begins as StreamingLLM. Gate weights 0, input bias 0, forget bias over heads log
     window - 1 to log window + 2: a memory of a third of a window to about five. What the delayed read is for happened
     within one; a memory of many (biases 5 to 8 at a window of 64) drowns it and hardly shortens in a whole training.
     skip_width: default D, 0 = none. delay: None = window, 0 = read at the token's own time (see kvpop-nodelay)."""
-    # all that multiplies a token, in the order of `project`: the first two read the token that leaves the window
-    projections = ("w_skip", "w_q", "w_k", "w_v", "w_gate")
+    # what multiplies the token that leaves the window, to read it, and the one that enters the state
+    leaving, entering = ("w_skip", "w_q"), ("w_k", "w_v", "w_gate")
+    projections = leaving + entering
 
     def __init__(self, n_kv_head, head_dim, window, layer=0, seed=0, skip_width=None, chunk=None, soft_cap=15.0,
                  delay=None, **options):
@@ -480,7 +493,7 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
 
     def fuse(self, narrow=False):
         """Lay all that multiplies x in one buffer, of which the parameters become parts, transposed: a decode step then
-        has one product in place of five, a reduction that reads w in order. narrow: as bf16 terms too, for many rows on
+        has two products in place of five, reductions that read w in order. narrow: as bf16 terms too, for many rows on
         tensor cores, which do not follow changes. Call it where it will decode, again for a copy or another dtype."""
         parts = [getattr(self, name) for name in self.projections]
         for p in parts:
@@ -488,65 +501,33 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         self.fused = lay_side_by_side(parts, dim=1).mT  # (H_kv, 2D, O)
         for p in parts:
             p.data = p.data.mT
-        self.terms = bf16_terms(F.pad(self.fused.float(), (0, -self.fused.shape[-1] % 8))) if narrow else None
+        self.terms = step_terms(self.fused, sum(p.shape[-1] for p in parts[:len(self.leaving)])) if narrow else None
 
-    @staticmethod
-    def phi(z):
-        return torch.cat([z.softmax(-1), (-z).softmax(-1)], dim=-1)  # (..., D/2) -> (..., D), positive
-
-    @staticmethod
-    def phi_one(z):
-        """phi as reductions over all D that leave one half out: in a step all of them, k . q and the gates are then
-        one kernel, where a softmax of each half is a kernel before it."""
-        z = torch.cat([z, -z], dim=-1)  # (..., D)
-        first = torch.arange(z.shape[-1], device=z.device) < z.shape[-1] // 2
-        top = [z.masked_fill(out, -math.inf).amax(-1, keepdim=True) for out in (~first, first)]
-        e = (z - torch.where(first, *top)).exp()
-        return e / torch.where(first, *(e.masked_fill(out, 0.0).sum(-1, keepdim=True) for out in (~first, first)))
+    phi = staticmethod(lambda z: torch.cat([z.softmax(-1), (-z).softmax(-1)], -1))  # (..., D/2) -> (..., D), positive
 
     def gates(self, gate):
         """(..., 2) -> input gate and log forget gate, (...) each."""
         gate = self.soft_cap * torch.tanh(gate / self.soft_cap) if self.soft_cap else gate
         return gate[..., 0], F.logsigmoid(gate[..., 1])
 
-    def all_weights(self):
-        """All that multiplies a token, (H_kv, 2D, skip_width + 3 D/2 + 2), and the width of each part."""
-        parts = [getattr(self, name) for name in self.projections]
-        separate = self.fused is None or torch.is_grad_enabled()  # gradients go to the parameters, not to their buffer
-        return torch.cat(parts, dim=-1) if separate else self.fused, [p.shape[-1] for p in parts]
+    def weights_of(self, names):
+        """All that multiplies a token to give projections, `leaving`, `entering` or both: (H_kv, 2D, O); the widths."""
+        parts = [getattr(self, name) for name in names]
+        widths = [p.shape[-1] for p in parts]
+        if self.fused is None or torch.is_grad_enabled():  # gradients go to the parameters, not to their buffer
+            return torch.cat(parts, dim=-1), widths
+        fused = self.fused.mT  # (H_kv, O, 2D)
+        return (fused[:, -sum(widths):] if names == self.entering else fused[:, :sum(widths)]).mT, widths
 
     def project(self, x):
         """x (B, H_kv, T, 2D) times all weights at once, x is read once: skip (.., skip_width), query, key, value
         (.., D/2), gates (.., 2). bf16: see `taken`."""
-        w, widths = self.all_weights()
+        w, widths = self.weights_of(self.projections)
         return (narrow_product(x, w) if x.dtype == torch.bfloat16 else x @ w.to(x.dtype)).split(widths, dim=-1)
 
-    def project_one(self, k, v, k_leave, v_leave):
-        """The same of a decode step, (B, H_kv, D) each: skip and query of the token that leaves, the rest of the other.
-        -> (B, H_kv, .) each, query and key as one, (B, H_kv, 2, D/2)."""
-        w, widths = self.all_weights()
-        n_left = sum(widths[:2])
-        if torch.compiler.is_compiling() and len(k) <= FEW_ROWS:  # a reduction, faster than a GEMM
-            old, new = (torch.cat(pair, dim=-1)[:, :, None] for pair in ((k_leave, v_leave), (k, v)))
-            left = (torch.arange(w.shape[-1], device=k.device) < n_left)[:, None]
-            y = (torch.where(left, old, new) * w.mT.to(k.dtype)).sum(-1)  # of (B, H_kv, O, 2D), which is not made
-        else:  # one product of both tokens, although each needs a part: two narrower ones take longer
-            x = torch.cat([z.transpose(0, 1) for z in (k_leave, v_leave, k, v)], dim=-1)  # (H_kv, B, 4D)
-            x, narrow = x.unflatten(-1, (2, -1)).flatten(1, 2), x.dtype == torch.bfloat16  # (H_kv, 2 B, 2D)
-            y = wide_bmm(x, self.terms).unflatten(-1, (3, -1)).sum(-2) if narrow else x @ w.to(x.dtype)  # O or padded
-            y = y[..., :w.shape[-1]].unflatten(1, (-1, 2)).transpose(0, 1)  # (B, H_kv, 2, O)
-            y = torch.cat([y[:, :, 0, :n_left], y[:, :, 1, n_left:]], dim=-1)
-        skip, query_key, value, gate = y.split([widths[0], widths[1] + widths[2], *widths[3:]], dim=-1)
-        return skip, query_key.unflatten(-1, (2, -1)), value, gate
-
-    def read(self, h, skip):
-        """What was read, h (.., D/2), and the token's own, skip (.., skip_width), H_kv in front of the last but one
-        -> score (..)."""
-        heads = torch.cat([self.w_score, self.w_skip_score], dim=1).to(h.dtype)  # (H_kv, D/2 + skip_width, 1)
-        both = F.silu(torch.cat([h, skip], dim=-1))
-        if torch.compiler.is_compiling() or both.shape[2] == 1:  # part of the kernel that makes them
-            return (both * heads.mT).sum(-1)
-        return (both @ heads).squeeze(-1)  # weight gradients row by row: the same for any way to cut a batch
+    def project_one(self, k, v, names):  # the same of a step and of some: k, v (B, H_kv, D) -> (B, H_kv, .) each
+        w, widths = self.weights_of(names)
+        return step_product(torch.cat([k, v], dim=-1), w, self.terms, names == self.leaving).split(widths, dim=-1)
 
     def score_all(self, k, v, real):
         T = k.shape[2]
@@ -557,34 +538,47 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True):
         delay = min(self.delay, T)
         q_feat = F.pad(self.phi(query), (0, 0, delay, 0))[:, :, :T]  # q reads for token q - delay
         h, C, n, m = mlstm_chunkwise(q_feat, k_feat, value, ig, lf, self.chunk or best_chunk(T, self.head_dim))
-        scores = self.read(h[:, :, delay:], skip[:, :, : T - delay])  # (B, H_kv, T - delay)
+        both = F.silu(torch.cat([h[:, :, delay:], skip[:, :, :T - delay]], dim=-1))  # (B, H_kv, T - delay, ..)
+        heads = torch.cat([self.w_score, self.w_skip_score], dim=1).to(h.dtype)  # (H_kv, D/2 + skip_width, 1)
+        # compiled, part of the kernel that makes them; else weight gradients are those of any way to cut a batch
+        scores = (both * heads.mT).sum(-1) if torch.compiler.is_compiling() else (both @ heads).squeeze(-1)
         return F.pad(scores, (0, delay)), {"C": torch.cat([C.mT, n[:, :, None]], dim=2).unflatten(-1, (2, -1)), "m": m}
 
     def init_state(self, batch, device, dtype=torch.float32, group_size=1, cache_dtype=None):
-        shape = batch, self.n_kv_head, self.head_dim // 2 + 1, 2, self.head_dim // 2
-        C = torch.zeros(shape, device=device, dtype=dtype)
-        return {"C": C, "m": C.new_full(C.shape[:2], FLOOR)}
+        C = torch.zeros(batch, self.n_kv_head, self.head_dim // 2 + 1, self.head_dim, device=device, dtype=dtype)
+        return {"C": C.unflatten(-1, (2, -1)), "m": C.new_full(C.shape[:2], FLOOR)}
 
-    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
+    def score_ahead(self, state, k_leave, v_leave, leave_pos):
+        """The token's own part of its score; the feature it is read with; what the state before token q gives it."""
         if not self.delayed and self.name == "kvpop":  # nothing here keeps the score until q leaves the window
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
-        skip, query_key, value, gate = self.project_one(k, v, k_leave, v_leave)  # (B, H_kv, ..)
+        skip, query = self.project_one(k_leave, v_leave, self.leaving)  # (B, H_kv, ..)
+        up, down = query.softmax(-1), (-query).softmax(-1)  # phi in its halves, (B, H_kv, D/2)
+        own = (F.silu(skip) * self.weight("w_skip_score", skip).squeeze(-1)).sum(-1)  # (B, H_kv)
+        read = (state["C"] * torch.stack([up, down], 2)[:, :, None]).sum((-2, -1))  # (B, H_kv, D/2 + 1)
+        return {"own": own, "q_up": up, "q_down": down, "read": read[..., :-1], "norm": read[..., -1]}
+
+    def finish(self, state, due, k, v):
+        with torch.autocast(k.device.type, enabled=False):
+            return self.score_finish(state, due, *self.taken(k, v))
+
+    def score_finish(self, state, due, k, v):
+        key, value, gate = self.project_one(k, v, self.entering)  # (B, H_kv, ..)
         ig, lf = self.gates(gate + self.weight("b_gate", gate))  # (B, H_kv)
-        if len(k) <= FEW_ROWS:  # all up to C is then one kernel, C read and written by one; many rows gain nothing
-            hold, whole = made, lambda z: z.sum((-2, -1))
-            q_feat, k_feat = (self.phi_one(z).unflatten(-1, (2, -1)) for z in query_key.unbind(2))  # (B, H_kv, 2, D/2)
-        else:  # sums in two steps: of rows of 64 the compiler makes one pass that reads, updates and writes C
-            hold, whole = lambda z: z, lambda z: z.sum(-1).sum(-1)
-            sign = 1 - 2 * torch.arange(2, device=k.device)[:, None, None]  # z and -z, in one softmax
-            q_feat, k_feat = (query_key[:, :, None] * sign).softmax(-1).unbind(3)
         m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
-        f, i = (hold(z.exp()[..., None]) for z in (lf + state["m"] - m, ig - m))
-        q_feat, k_in = hold(q_feat), hold(i[..., None] * k_feat)
-        value = F.pad(value, (0, 1), value=1.0)  # (B, H_kv, D/2 + 1)
-        C = f[..., None, None] * state["C"] + value[..., None, None] * k_in[:, :, None]  # in place: the old one is read
-        read = f * whole(state["C"] * q_feat[:, :, None]) + i * (k_feat * q_feat).sum((-2, -1))[..., None] * value
-        h = read[..., :-1] / read[..., -1:].clamp(min=TINY)
-        return self.read(h[:, :, None], skip[:, :, None]).squeeze(-1), {"C": C, "m": m}
+        f, i = (lf + state["m"] - m).exp(), (ig - m).exp()
+        up, down = key.softmax(-1), (-key).softmax(-1)  # phi in its halves, (B, H_kv, D/2): all sums are as long
+        i_dot = i * (up * due["q_up"] + down * due["q_down"]).sum(-1)
+        norm = (f * due["norm"] + i_dot).clamp(min=TINY)
+        h = (f[..., None] * due["read"] + i_dot[..., None] * value) / norm[..., None]
+        score = (F.silu(h) * self.weight("w_score", h).squeeze(-1)).sum(-1) + due["own"]
+        return score, {"m": m, "f": f, "i": i, "k_up": up, "k_down": down, "value": value}
+
+    def settle(self, state, due):
+        k_in = due["i"][..., None, None] * torch.stack([due["k_up"], due["k_down"]], 2)  # (B, H_kv, 2, D/2)
+        value = F.pad(due["value"], (0, 1), value=1.0)[..., None, None]  # (B, H_kv, D/2 + 1, 1, 1)
+        C = due["f"][..., None, None, None] * state["C"] + value * k_in[:, :, None]
+        return {**state, "C": C, "m": due["m"]}
 
 
 class MLSTMNoDelay(MLSTM, name="kvpop-nodelay"):
@@ -601,11 +595,16 @@ class MLSTMNoDelay(MLSTM, name="kvpop-nodelay"):
         newest = (last - (last - entry) % self.window)[:, None].expand(-1, self.n_kv_head, -1)  # (B, H_kv, window)
         return scores, state | {"ring": scores.gather(-1, newest.clamp(min=0)).masked_fill(newest < 0, 0.0)}
 
-    def score_one(self, state, k, v, k_leave, v_leave, leave_pos):
-        now, new = super().score_one(state, k, v, k, v, leave_pos)
-        here = (leave_pos[:, None] % self.window == torch.arange(self.window, device=k.device))[:, None]
-        leaving = (state["ring"] * here).sum(-1)  # (B, H_kv): q and u = q - window share their entry
-        return leaving, new | {"ring": torch.where(here, now[..., None], state["ring"])}
+    def score_ahead(self, state, k_leave, v_leave, leave_pos):
+        here = (leave_pos[:, None] % self.window == torch.arange(self.window, device=leave_pos.device))[:, None]
+        return {"score": (state["ring"] * here).sum(-1), "here": here}  # q and u = q - window share their entry
+
+    def score_finish(self, state, due, k, v):
+        now, news = super().score_finish(state, super().score_ahead(state, k, v, None), k, v)
+        return due["score"], {**news, "now": now[..., None]}
+
+    def settle(self, state, due):
+        return {**super().settle(state, due), "ring": torch.where(due["here"], due["now"], state["ring"])}
 
 # ------------------------------------------------------------------ making them (data/scorer_files.py reads and writes)
 

@@ -11,6 +11,7 @@ Letters: B batch, H_kv KV heads, T tokens, I inputs, O outputs, n parts.
 import torch
 import torch.nn.functional as F
 
+FEW_ROWS = 8  # rows: a decode step of no more reads weights faster by reductions than by products
 LENGTH = 2048  # tokens, the most in a part; shorter rows take less than the kernels that make the terms
 
 
@@ -58,11 +59,25 @@ class NarrowProduct(torch.autograd.Function):
         return None, dw.sum((2, 4)).sum(0).narrow(-1, 0, O)  # row by row: the same for any way to cut a batch
 
 
-def made(z):
-    """z, which the compiler makes once, in the kernel where it falls, rather than again in each kernel that uses it."""
-    return z.as_strided(z.shape, z.stride()) if torch.compiler.is_compiling() else z
-
-
 def narrow_product(x, w):
     """x (B, H_kv, T, I) bf16 @ w (H_kv, I, O), any dtype -> (B, H_kv, T, O) fp32. x gets no gradient."""
     return NarrowProduct.apply(x, w.float())
+
+
+def step_terms(w, n):
+    """w (H_kv, I, O) fp32 -> the terms of its first n columns and, behind them, those of the others; each rounded up to
+    8s. They do not follow changes of w."""
+    parts = w.float().tensor_split([n], dim=-1)
+    return torch.cat([bf16_terms(F.pad(part, (0, -part.shape[-1] % 8))) for part in parts], dim=-1)
+
+
+def step_product(x, w, terms, first):
+    """A decode step's: x (B, H_kv, I) @ w (H_kv, I, O) -> (B, H_kv, O). bf16: from terms, where w is the first n
+    columns or all the others. Compiled, of few rows: a reduction, faster than a GEMM."""
+    if x.dtype == torch.bfloat16:
+        n = 3 * (w.shape[-1] + -w.shape[-1] % 8)
+        y = wide_bmm(x.transpose(0, 1), terms[..., :n] if first else terms[..., -n:])  # (H_kv, B, n)
+        return y.unflatten(-1, (3, -1)).sum(-2).transpose(0, 1)[..., :w.shape[-1]]
+    if torch.compiler.is_compiling() and len(x) <= FEW_ROWS:
+        return (x[:, :, None] * w.mT.to(x.dtype)).sum(-1)  # of (B, H_kv, O, I), which is not made
+    return (x.transpose(0, 1) @ w.to(x.dtype)).transpose(0, 1)

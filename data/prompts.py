@@ -1,25 +1,29 @@
 """What decode.py is asked and what it answers, as text: prompts, the turns of a chat, tokens as they come, verdicts.
 
-- `add_flags` -> `tokenizer_of` -> `open_prompts`: from the command line to the ids of one prompt after another;
+- `parse_args` -> `tokenizer_of` -> `open_prompts`: from the command line to the ids of one prompt after another;
 - `sampling`, `stop_ids`, `resolve_device`: how to sample, when to stop and where to run, from the flags and the files
   of a checkpoint;
+- `check_request`, `check_prompts`: what cannot be generated, said before any work;
 - `Writer`: tokens to stdout as they come; `summary`: what they cost; `verdict`: a generated problem, judged; `labels`:
-  tokens for a picture.
+  tokens for a picture, `draw`: the picture.
 
 stdout carries the model's text alone; everything else goes to stderr, by `say`.
 """
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
 import torch
 
 from data.chat import Conversation, chat_style, encode_chat, end_ids, sampling_defaults
+from data.figures import draw_kept
 from data.tokenizer import EOT, ByteTokenizer, StreamDecoder, decode, load_tokenizer
 from data.traces import FAMILIES, check, make_problem
 from model import fingerprint
+from scorer import LEARNED, POLICIES
 
 CHAT_CAP = 4096  # new tokens in a turn, unless the flag says otherwise
 SHIPPED = Path(__file__).resolve().parent.parent / "assets"
@@ -34,8 +38,17 @@ def emit(data):
     sys.stdout.buffer.flush()  # as it comes
 
 
-def add_flags(parser):
-    add, source = parser.add_argument, parser.add_mutually_exclusive_group()
+def parse_args(argv):
+    parser = argparse.ArgumentParser(
+        description="Generate with a KV cache of fixed size. Text goes to stdout as it comes, the rest to stderr.")
+    add = parser.add_argument
+    add("--model", default=str(SHIPPED / "kvpop"), metavar="FOLDER", help="folder or hub id (default: %(default)s)")
+    free = ", ".join(policy for policy in POLICIES if policy not in (*LEARNED, "oracle"))
+    add("--policy", help=f"on the base model: {free}; or the checkpoint's own (default)")
+    add("--budget", type=int, help="entries per KV head, all included (default: the checkpoint's)")
+    add("--n-sink", type=int, help="first positions, never evicted (default: the checkpoint's)")
+    add("--window", type=int, help="newest positions, the query included (default: the checkpoint's)")
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="prompt, taken as it is; with --chat the first turn "
                         "(default: a generated test problem for the byte model)")
     source.add_argument("--prompt-file", metavar="PATH", help="read the prompt from a file, - for stdin")
@@ -50,6 +63,14 @@ def add_flags(parser):
     add("--top-k", type=int, help=f"number of tokens to sample from, 0 = all (default: 0; {own})")
     add("--max-new-tokens", type=int, help="stop after so many (default: at an end token or --max-seq-len; in a chat "
         f"also after {CHAT_CAP} a turn)")
+    add("--seed", type=int, default=0, help="of the sampling and of policy random (default: %(default)s)")
+    add("--max-seq-len", type=int, help="prompt and text together (default and limit: the model's)")
+    add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
+    add("--compile", action=argparse.BooleanOptionalAction,
+        help="on a GPU, blocks through torch.compile: 20 s, then faster steps (default: from a billion parameters)")
+    add("--picture", metavar="FILE.png", help="draw which tokens each layer still holds at the end")
+    return parser.parse_args(argv)
 
 
 def tokenizer_of(folder, config):
@@ -147,7 +168,7 @@ class Writer:
 
 def verdict(problem, ids, record="") -> str:
     found = check(problem, decode(t for t in ids if t <= EOT))
-    return f"answer: {'right' if found.answer_right else 'wrong'}, trace: {found.message}{record}"
+    return f"answer: {'right' if found.answer_right else 'wrong'}, trace: {found.message}{record or ''}"
 
 
 def known_record(policy, budget, *folders) -> str:
@@ -206,3 +227,43 @@ def summary(result, policy, config, spent):
         f"prefill: {spent['fed']} tokens, {spent['fed'] / (spent['prefill'] or math.inf):.1f} tokens/s; "
         f"decode: {spent['steps']} steps, {spent['steps'] / (spent['decode'] or math.inf):.1f} tokens/s",
         f"stopped by: {result.stop[0]}"]
+
+
+def check_request(prompts, max_new_tokens, max_seq_len, temperature, top_p, top_k, past=0):
+    """ValueError for what cannot be generated, before any work."""
+    if not prompts or not all(prompts):
+        raise ValueError("the prompt is empty: give at least one token")
+    if not (0 <= temperature < math.inf and 0 < top_p <= 1 and top_k >= 0):
+        raise ValueError(f"sampling wants temperature >= 0, 0 < top_p <= 1 and top_k >= 0 (0 = off), "
+                         f"got {temperature}, {top_p} and {top_k}")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
+    longest, new = past + max(map(len, prompts)), max_new_tokens or 1
+    if longest + new > max_seq_len:
+        raise ValueError(f"a prompt of {longest} tokens and {new} new ones need {longest + new} positions, more than "
+                         f"max_seq_len {max_seq_len}: shorten the prompt or lower --max-new-tokens")
+
+
+def check_prompts(policy, spec, longest):
+    """ValueError when a policy never evicts the prompt, and sinks, prompt and window do not fit in the slots."""
+    if policy == "random-prompt" and spec.n_sink + longest + spec.window > spec.n_slots:
+        raise ValueError(f"policy {policy} never evicts the prompt, and {spec.n_sink} sinks + a prompt of {longest} + "
+                         f"{spec.window} window are more than {spec.n_slots} slots: raise --budget or choose another")
+
+
+def check_picture(path):
+    if path is None:
+        return
+    parent = os.path.join(os.path.dirname(path) or ".", "")  # the slash: a file will not do
+    if not path.endswith(".png") or os.path.isdir(path) or not os.access(parent, os.W_OK):
+        raise ValueError(f"--picture {path!r} cannot be written: give a .png file in a folder that exists")
+
+
+def draw(path, result, tokens, n_prompt, tokenizer, policy):
+    """Which tokens each layer of a Generation's only row still holds, as a picture; tokens: what its cache has seen."""
+    layers, slots = len(result.cache.layers), result.cache.spec.n_slots
+    kept = [result.cache.kept_positions(layer)[0] for layer in range(layers)]
+    title = f"Tokens held by policy {policy} after {len(tokens)} positions, {slots} slots per KV head"
+    marks, columns = labels(tokenizer, tokens)
+    draw_kept(path, kept, marks, n_prompt, title, columns)
+    say(f"wrote {path}")

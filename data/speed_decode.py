@@ -404,7 +404,7 @@ def measure(policy, model, batch, budget, lengths, args, bandwidth, device, dtyp
     if policy in CONSTANT:
         scorers = make_scorers(policy, n_layer=config.n_layer, n_kv_head=config.n_kv_head, head_dim=config.head_dim,
                                window=args.window).to(device)
-        fuse_scorers(scorers, batch, dtype)
+        scorers = fuse_scorers(scorers, batch, dtype)
     for T in lengths:
         row, times = new_row(policy, args, batch, budget, T, device), {}
         if args.compile and kept is None:

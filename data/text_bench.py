@@ -385,7 +385,7 @@ def health(args):
         if on_gpu:  # thousands of steps a text
             torch._dynamo.reset()  # or the shapes of all policies reach its limit of recompiles
             model.fuse()
-            fuse_scorers(scorers, args.rows, checkpoint.dtype)
+            scorers = fuse_scorers(scorers, args.rows, checkpoint.dtype)
         row = dict.fromkeys(("perplexity", "perplexity_ratio", "ci_low", "ci_high", "distinct_4", "distinct_4_dense",
                              "n_documents", "nll_by_document"))
         if not note:

@@ -204,7 +204,7 @@ def test_a_retrofit_may_name_its_base_by_hub_id(decode, folders, monkeypatch):
 
 
 def test_picture_with_token_strings(decode, folders, tmp_path, monkeypatch):
-    import decode as module
+    import data.prompts as module
     drawn, draw = [], module.draw_kept
     monkeypatch.setattr(module, "draw_kept", lambda *args: (drawn.append(args), draw(*args)))
     path = tmp_path / "kept.png"

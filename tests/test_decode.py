@@ -299,7 +299,7 @@ def test_equal_scores_are_streaming():
 class FewScores(torch.nn.Module):
     """Scores 0, 1 or 2 by position, so that most comparisons are ties."""
     name, window, n_kv_head, head_dim, log_gamma = "few", None, 2, 8, staticmethod(lambda: None)
-    dynamic, shift = False, 0
+    dynamic, waits, shift = False, False, 0
 
     def forward(self, k, v, lengths=None, return_state=False):
         score = (torch.arange(k.shape[2]) * 7 % 5 % 3).double().expand(k.shape[:3])
@@ -308,8 +308,14 @@ class FewScores(torch.nn.Module):
     def init_state(self, batch, device, dtype):
         return {}
 
-    def step(self, state, k, v, k_leave, v_leave, leave_pos):
-        return (leave_pos[:, None] * 7 % 5 % 3).double().expand(k.shape[:2]), state
+    def ahead(self, state, k_leave, v_leave, leave_pos):
+        return {"score": (leave_pos[:, None] * 7 % 5 % 3).double().expand(k_leave.shape[:2])}
+
+    def finish(self, state, due, k, v):
+        return due["score"], {}
+
+    def settle(self, state, due):
+        return state
 
 
 def test_ties_agree_with_the_mask():
