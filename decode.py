@@ -226,6 +226,7 @@ class KVCache:
     spec: CacheSpec. scorers: one per layer, or None for the dense policy with `dense_spec`. Memory for any length:
     n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state."""
     filling = None  # see LayerCache.step
+    whole = None  # the heads of all layers as those of one, which decide together (data/together.py)
 
     def __init__(self, config: ModelConfig, spec: CacheSpec, batch, scorers=None, device="cpu", dtype=torch.float32):
         if scorers is None and (spec.n_sink or spec.n_select):
@@ -236,7 +237,6 @@ class KVCache:
         self.input_pos = torch.zeros(batch, dtype=torch.int64, device=device)
         L, one = config.n_layer, getattr(scorers, "one", None)
         make = lambda scorer, n=None: LayerCache(config, spec, batch, scorer, device, dtype, n)  # noqa: E731
-        # the heads of all layers as those of one, which decide together (data/together.py); or None
         self.whole = make(one, L) if one else None
         self.layers = (parts_of(self.whole, scorers, self.input_pos) if one else
                        [make(scorer) for scorer in scorers or [None] * L])

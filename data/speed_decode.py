@@ -273,6 +273,8 @@ def at_position(cache, q):
     """The next step of all rows is that of position q."""
     cache.input_pos.fill_(q)
     cache.seen = q
+    if isinstance(cache, KVCache):
+        cache.prepare()
 
 
 def fill_as_if(cache, T, generator):
@@ -287,7 +289,6 @@ def fill_as_if(cache, T, generator):
     middle = held - recent - first
     old = first + (torch.arange(middle, device=device) * (seen - recent - first)) // max(1, middle)
     position = torch.cat((torch.arange(first, device=device), old, torch.arange(seen - recent, seen, device=device)))
-    at_position(cache, seen)
     for layer in cache.layers:
         layer.reset()
         for tensor in (layer.k_cache, layer.v_cache):
@@ -298,6 +299,7 @@ def fill_as_if(cache, T, generator):
         layer.priority[..., held - recent:held] = math.inf
         newest = torch.arange(seen - recent, seen, device=device)
         layer.ring[..., newest % spec.window] = torch.arange(held - recent, held, device=device).int()
+    at_position(cache, seen)
 
 # ----------------------------------------------------------------------------------------------------------- Measuring
 
