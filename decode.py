@@ -374,11 +374,12 @@ def between_steps(whole, input_pos):
 
 # no reduction in two kernels, they are short; on Hopper a kernel is launched while the one before it still runs (PDL)
 WHOLE = {"split_reductions": False, "triton.enable_pdl": True}
-# of one row products are reductions (model.linear): their tiles are tried out, or they would be slower than products
+# of one row products are reductions (model.linear): their tiles are tried out, or they would be slower than products;
+# so are those of what is done for all layers at once, where the memory of many rows is a tenth of the bytes of a step
 ONE = {**WHOLE, "max_autotune_pointwise": True}
 compiled_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options=WHOLE)
 one_block_step = torch.compile(block_step, dynamic=False, fullgraph=True, options=ONE)
-compiled_between_steps = torch.compile(between_steps, dynamic=False, fullgraph=True, options=WHOLE)
+compiled_between_steps = torch.compile(between_steps, dynamic=False, fullgraph=True, options=ONE)
 tuned_block_step = torch.compile(block_step, dynamic=False, fullgraph=True,
                                  options={**WHOLE, "coordinate_descent_tuning": True})  # a minute of compilation
 

