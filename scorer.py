@@ -553,9 +553,10 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True, waits=True):
         if not self.delayed and self.name == "kvpop":  # nothing here keeps the score until q leaves the window
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
         skip, query = self.project_one(k_leave, v_leave, self.leaving)  # (B, H_kv, ..)
-        up, down = query.softmax(-1), (-query).softmax(-1)  # phi in its halves, (B, H_kv, D/2)
         own = (F.silu(skip) * self.weight("w_skip_score", skip).squeeze(-1)).sum(-1)  # (B, H_kv)
-        read = (state["C"] * torch.stack([up, down], 2)[:, :, None]).sum(-1).sum(-1)  # (B, H_kv, D/2 + 1)
+        up, down = query.softmax(-1), (-query).softmax(-1)  # phi in its halves, (B, H_kv, D/2)
+        # (B, H_kv, D/2 + 1), in two sums: rows of D/2 are for the compiler one pass, which also writes what C becomes
+        read = (state["C"] * torch.stack([up, down], 2)[:, :, None]).sum(-1).sum(-1)
         return {"own": own, "q_up": up, "q_down": down, "read": read[..., :-1], "norm": read[..., -1]}
 
     def finish(self, state, due, k, v):
