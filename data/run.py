@@ -222,7 +222,7 @@ def print_before_after(before, after, policy):
     print(f"\n{policy:32s}{'before':>10s}{'after':>10s}")
     for name, key, digits in rows:
         if before[policy].get(key) is not None:  # no recall where nothing is evicted or selected
-            print(f"{name:32s}{before[policy][key]:10.{digits}f}{after[policy][key]:10.{digits}f}")
+            print(f"{name:32s}{before[policy][key]:10.{digits}f} {after[policy][key]:9.{digits}f}")
     others = [f"{p}: {r['token_accuracy']:.4f} of tokens, " + (
         f"perplexity {r['perplexity']:.3f}" if text else f"{r['traces_right']:.3f} of traces")
         for p, r in before.items() if p in ("dense", "streaming")]
