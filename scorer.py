@@ -84,13 +84,13 @@ def best_chunk(T, head_dim):
 
 class Scorer(nn.Module):
     """Base class: dtype, detaching, padding and the window's edge. A stateless policy fills in `score`, one with state
-    `score_all` and `score_one`, a dynamic one `rescore`.
+    `score_all` and `score_ahead`, and `finish` and `settle` if it waits, a dynamic one `rescore`.
 
     Attributes: name (policy), n_kv_head, head_dim, layer, state_entries (what the state costs with one query head a KV
     head; the function of that name knows any), dynamic (ranks the whole cache at every step), delayed (the score of t
     reads tokens up to t + window), shift (`step` is handed token u + shift as the leaving one), window (the one it was
-    made for; None = any), ranges (option -> default, least, most; None = the window), narrow (see `taken`), waits (the
-    score needs token q), by_layer (it depends on the layer's number)."""
+    made for; None = any), ranges (option -> default, least, most; None = the window), narrow (see `taken`), waits
+    (`finish` needs token q), by_layer (scores depend on the layer's number)."""
 
     name, delayed, dynamic, narrow, shift, ranges, waits, by_layer = "", False, False, False, 0, {}, False, False
 

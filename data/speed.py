@@ -405,6 +405,7 @@ def attention(args):
     options = {name: {} if args.tune else flex_masks.best_options(name, heads) for name in ("attention", "transposed")}
     options["attention"] = given or options["attention"]
     settings, trials = dict(card=card(device), shape=shape), []
+    Path(args.folder).mkdir(parents=True, exist_ok=True)
     rows = earlier_rows(args.out, strict=True, **settings)
     if args.tune:
         options, trials = tune_options(args.lengths[0], args.budgets[0], args, device, options)

@@ -329,7 +329,7 @@ def step_bytes(config, itemsize, cache, scorers=None):
 
 def kernels_of(model, ids, cache):
     """One step, launched one by one -> kernels and copies on the GPU divided by the layers, and the slowest dozen of
-    them, name -> ms of the step; None, None on a CPU."""
+    them and "all", name -> ms of the step; None, None on a CPU."""
     if not ids.is_cuda:
         return None, None
     step(model, ids, cache)
@@ -340,7 +340,8 @@ def kernels_of(model, ids, cache):
     events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     for e in events:
         ms[e.name[:80]] += 1e-3 * e.device_time_total
-    return len(events) / model.config.n_layer or None, dict(ms.most_common(12))
+    listed = {**dict(ms.most_common(12)), "all": sum(ms.values())}
+    return len(events) / model.config.n_layer or None, listed
 
 
 # dms-ragged's attention. --compile leaves the first: with "heads" each layer, of other lengths, needs a compile
@@ -526,17 +527,17 @@ def decode(args):
     priority and position, scorer weights, twice the scorer's state), copy_bandwidth_share (bytes_per_step / time over
     the bandwidth of a large copy), peak_gib (weights, cache, all else), cache_gib (the cache's tensors alone),
     prefill_ms and prefill_peak_gib (a prompt of T - 1 tokens; smallest batch, up to --prefill tokens),
-    kernels_per_layer (all kernels of a step / layers), kernels_ms (the slowest dozen of them, by name, launched one by
-    one), kernel (the variant that was fastest), others_ms (of the other
-    variants, or why not), graph, compiled, reduced, oom. With --check the file has real_run too: seconds for that many
-    tokens, decoded one after the other, and the ratio to what the steps add up to. On a CPU the shape is cut to two
-    narrow layers, lengths and batches too: such a run compares nothing. Rows that the file has already are kept, so an
-    interrupted run goes on.
+    kernels_per_layer (all kernels of a step / layers), kernels_ms (the slowest dozen of them, by name, and "all",
+    launched one by one), kernel (the variant that was fastest), others_ms (of the other variants, or why not), graph,
+    compiled, reduced, oom. With --check the file has real_run too: seconds for that many tokens, decoded one after the
+    other, and the ratio to what the steps add up to. On a CPU the shape is cut to two narrow layers, lengths and
+    batches too: such a run compares nothing. Rows that the file has already are kept: an interrupted run goes on.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype or ("bfloat16" if device == "cuda" else "float32"))
     if min(args.lengths) < 2 or min(args.batches) < 1:
         raise ValueError("--lengths must be 2 or more, --batches 1 or more")
+    Path(args.folder).mkdir(parents=True, exist_ok=True)
     if device == "cpu":
         args.lengths, args.batches = sorted({min(T, 512) for T in args.lengths} | {128}), [1, 2]
         args.budgets, args.window, args.prefill = [128], min(args.window, 32), min(args.prefill, 512)

@@ -12,7 +12,6 @@ Letters: B micro-batch, T tokens, H query heads, H_kv KV heads, D head_dim, C n_
 """
 import argparse
 import functools
-import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest.mock import patch

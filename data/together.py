@@ -1,10 +1,10 @@
 """The scorers of all layers as one: what a decode step can do for all layers at once, in a few large kernels.
 
-Of one token a layer's own work is small: scoring is five kernels of 3 us each, of which the card is busy for none. But
+For one token a layer has little to do: scoring took seven kernels, each as long as a launch and not as its work. But
 most of it does not need the newest token: who leaves the window is known a step before, the feature it is read with,
 its own part of the score, what the memory gives it, and whom the cache would give up. LayerCache.ahead finds that for
-all heads of all layers when the last step has ended, LayerCache.record writes all that need not be there for the
-attention, and between them a layer has its keys, values and gates to project and to compare (decode.py).
+the heads of all layers when the last step has ended, LayerCache.record writes what need not be there for the attention,
+and between them a layer only has to project one key and value, to compare, and to write these two (decode.py).
 """
 import copy
 
@@ -20,7 +20,8 @@ class Together(nn.ModuleList):
 
 def fuse_scorers(scorers, rows=1, dtype=None):
     """As model.fuse, for scorers: a step lays no weights together, and where a policy's scores depend on no layer's
-    number its layers decide together. rows, dtype: of the cache. -> the scorers to use."""
+    number its layers decide together. rows, dtype: of the cache. -> the scorers to use. Call it last of all, and again
+    after a copy, another device or another dtype; bf16 terms do not follow changes either (scorer.MLSTM.fuse)."""
     if scorers is None or not len(scorers):
         return scorers
     first, narrow = scorers[0], dtype == torch.bfloat16 and rows > FEW_ROWS
@@ -43,7 +44,10 @@ def fuse_scorers(scorers, rows=1, dtype=None):
 
 def parts_of(whole, scorers, input_pos):
     """-> the slots of each layer, parts of `whole`'s, with room for what is `due`: found, by its shapes, from a step at
-    input_pos (B,)."""
+    input_pos (B,). ValueError when the layers' weights are no longer those of the whole."""
+    for name, p in whole.scorer.named_parameters():
+        if any(getattr(s, name).untyped_storage().data_ptr() != p.untyped_storage().data_ptr() for s in scorers):
+            raise ValueError(f"{name} of the scorers was copied, moved or cast after fuse_scorers: call it again")
     first = part(whole, 0, scorers)
     token = first.k_cache[:, :, 0].zero_()  # (B, H_kv, D)
     with torch.no_grad():

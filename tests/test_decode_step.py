@@ -1,12 +1,14 @@
 """A step of the static cache as the program that runs again and again: memory that does not grow, no look at data, one
 compile for all layers, a CUDA graph, a full cache without a mask, a NaN found late, fused products.
 """
+import copy
 import math
 
 import pytest
 import torch
 
 import decode
+from data.together import fuse_scorers
 from decode import KVCache, capture_step, prefill, step
 from flex_masks import NEVER
 from model import Transformer, causal_attend
@@ -48,11 +50,13 @@ def test_a_step_never_looks_at_data(policy, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("policy", ["kvpop", "kvpop-mlp", "knorm", "random"])
-def test_a_captured_step_equals_an_eager_one(policy):
+def test_a_captured_step_equals_an_eager_one(policy, together):
     model = make_model(torch.float32).cuda()
     scorers, idx = make_scorers(policy, model).cuda(), tokens(90, 3).cuda()
-    eager, captured = [KVCache(model.config, make_spec(policy), 3, scorers, "cuda") for _ in range(2)]
+    fused = fuse_scorers(copy.deepcopy(scorers)) if together else scorers
+    eager, captured = [KVCache(model.config, make_spec(policy), 3, s, "cuda") for s in (scorers, fused)]
     token = idx[:, 0].clone()
     graph, logits = capture_step(model, token, captured)
     captured.reset()
@@ -152,11 +156,14 @@ def test_one_compile_serves_all_layers(policy, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("policy", ["kvpop", "kvpop-mlp", "streaming"])
-def test_a_captured_compiled_step_equals_an_eager_one(policy):
+def test_a_captured_compiled_step_equals_an_eager_one(policy, together):
+    torch._dynamo.reset()
     model = make_model(torch.float32).cuda()
     scorers, idx = make_scorers(policy, model).cuda(), tokens(N + 20, 3).cuda()
-    eager, captured = [KVCache(model.config, make_spec(policy), 3, scorers, "cuda") for _ in range(2)]
+    fused = fuse_scorers(copy.deepcopy(scorers)) if together else scorers
+    eager, captured = [KVCache(model.config, make_spec(policy), 3, s, "cuda") for s in (scorers, fused)]
     captured.compiled = True
     advance = decode.make_step(model, captured, True)
     captured.reset()

@@ -7,6 +7,7 @@ import torch
 
 from data.prompts import SHIPPED
 from data.scorer_files import load_scorers
+from data.together import fuse_scorers
 from data.tokenizer import ByteTokenizer
 from data.traces import FAMILIES, make_problem
 from decode import force, generate
@@ -20,15 +21,17 @@ def problems(n):
     return [make_problem(FAMILIES[i % len(FAMILIES)], i // len(FAMILIES), "validation") for i in range(n)]
 
 
-def parts(device):
+def parts(device, fused=False):
     scorers, settings = load_scorers(SHIPPED / "kvpop")
     spec = CacheSpec(settings["n_sink"], settings["window"], settings["budget"], scorers[0].state_entries)
-    return load_model(SHIPPED / "kvpop", device, torch.float32).eval(), spec, scorers.to(device)
+    scorers = scorers.to(device)
+    return (load_model(SHIPPED / "kvpop", device, torch.float32).eval(), spec,
+            fuse_scorers(scorers) if fused else scorers)
 
 
-def held_at(device, rows, graph):
+def held_at(device, rows, graph, fused=False):
     """Layer -> rows -> heads -> positions held after the last token of rows of equal length."""
-    model, spec, scorers = parts(device)
+    model, spec, scorers = parts(device, fused)
     cache = force(model, rows, spec, scorers, on_logits=lambda t, logits: None, graph=graph)
     return [cache.kept_positions(i) for i in range(len(cache.layers))], spec
 
@@ -54,17 +57,18 @@ def test_devices_keep_the_same_positions():
     rows = [row[:T] for row in rows]
     cpu, spec = held_at("cpu", rows, False)
     evictions = sum(len(heads) for layer in cpu for heads in layer) * (T - spec.n_slots)
-    for graph in (True, False):
-        gpu, _ = held_at("cuda", rows, graph)
+    for graph, fused in ((True, True), (True, False), (False, False)):
+        gpu, _ = held_at("cuda", rows, graph, fused)
         apart = differing(gpu, cpu)
-        print(f"graph {graph}: {apart} of {evictions} evictions fell otherwise than on the CPU")
+        print(f"graph {graph}, layers together {fused}: {apart} of {evictions} evictions fell otherwise than on the "
+              "CPU")
         assert apart <= evictions / 10_000
 
 
 @functools.cache
 def greedy_texts(device, dtype, compiled=False):
     """What the problems are answered with, free-running. On a CPU a minute or more."""
-    tokenizer, (model, spec, scorers) = ByteTokenizer(), parts(device)
+    tokenizer, (model, spec, scorers) = ByteTokenizer(), parts(device, fused=compiled)
     prompts = [tokenizer.encode(p.prompt) for p in problems(N_PROBLEMS)]
     return [tokenizer.decode(tokens) for tokens in
             generate(model.to(dtype), prompts, spec, scorers, max_new_tokens=1900, compiled=compiled).tokens]
@@ -74,7 +78,8 @@ def greedy_texts(device, dtype, compiled=False):
 @pytest.mark.parametrize("dtype, compiled", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)])
 def test_devices_write_the_same_text(dtype, compiled):
     """Greedy, free-running, 64 problems: fp32 the same text in at least 62, where not, the first character that
-    differs is named; in bf16 that is reported alone. Compiled: with FlexAttention until the cache is full."""
+    differs is named; in bf16 that is reported alone. Compiled: with FlexAttention until the cache is full, and layers
+    that decide together."""
     same, texts = 0, greedy_texts("cuda", dtype, compiled)
     for i, (a, b) in enumerate(zip(greedy_texts("cpu", torch.float32), texts, strict=True)):
         same += a == b

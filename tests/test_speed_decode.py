@@ -215,6 +215,25 @@ def test_reduced_run(tmp_path, monkeypatch, capsys):
     assert real["seconds"] > 0 and real["ratio"] == pytest.approx(real["seconds"] / real["integrated_seconds"])
 
 
+def test_what_is_timed_decides_together(monkeypatch):
+    """As decode.py does; and a cache filled by hand is due what it would find."""
+    args, caches, make_step = bench.parse_args(["decode", "--shape", "traces"]), [], speed.make_step
+    args.window, args.prefill, args.compile = 16, 0, False
+    monkeypatch.setattr(speed, "make_step", lambda model, cache, graph: (caches.append(cache),
+                                                                         make_step(model, cache, graph))[1])
+    model = speed.random_model(speed.shape_of("traces", True), "cpu", torch.float32)
+    for policy in ("kvpop", "kvpop-mlp", "streaming"):
+        with torch.no_grad():
+            speed.measure(policy, model, 1, 100, [50], args, 1e9, "cpu", torch.float32)
+        whole = caches[-1].whole
+        assert whole is not None
+        speed.fill(caches[-1], 150, "cpu")
+        due = {name: z.clone() for name, z in whole.due.items()}
+        caches[-1].prepare()
+        assert all(torch.equal(z, due[name]) for name, z in whole.due.items())
+        assert int(whole.due["slot" if policy == "kvpop" else "victim"].max()) > 0  # not the zeros of an empty one
+
+
 def test_out_of_memory_leaves_a_row(monkeypatch):
     args = bench.parse_args(["decode", "--shape", "traces", "--batches", "1"])
     args.window, args.prefill = 16, 0

@@ -1,4 +1,4 @@
-"""data/together.py: what all layers decide at once is what each of them decides by itself, to the last bit of the order.
+"""data/together.py: what all layers decide at once is what each of them decides by itself.
 
 The plain cache, layer by layer, is the specification; tests/test_decode*.py hold it against the masks of training.
 """
@@ -20,7 +20,8 @@ def pair(policy, batch, dtype=torch.float64, **spec):
     model = make_model(dtype)
     spec = make_spec("kvpop" if policy == "kvpop-nodelay" else policy, **spec)
     scorers = make_scorers(policy, model).to(dtype)
-    caches = [KVCache(model.config, spec, batch, s, dtype=dtype) for s in (scorers, fuse_scorers(copy.deepcopy(scorers)))]
+    both = scorers, fuse_scorers(copy.deepcopy(scorers))
+    caches = [KVCache(model.config, spec, batch, s, dtype=dtype) for s in both]
     assert caches[0].whole is None and caches[1].whole is not None
     return model, caches
 
@@ -93,6 +94,51 @@ def test_no_memory_is_added_and_none_is_left_behind():
     assert torch.equal(fused.one.w_score[-scorers[1].n_kv_head:], scorers[1].w_score)
 
 
+def test_a_reset_cache_is_a_new_one():
+    """What was due in the old text is not in the new one, also without a prefill in between."""
+    model, (plain, together) = pair("kvpop", 2)
+    for q in range(N + 9):
+        step(model, tokens(N + 9, 2)[:, q], together)
+    together.reset()
+    idx = tokens(N + 40, 2).flip(1)
+    for q in range(N + 40):
+        a, b = (step(model, idx[:, q], cache) for cache in (plain, together))
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
+        assert_equal(plain, together)
+
+
+def test_buffers_are_shared_too():
+    """The products of a layer read what the whole reads, fused weights and bf16 terms; many rows of bf16 then keep what
+    they keep layer by layer."""
+    model, spec = make_model(torch.bfloat16), make_spec("kvpop")
+    apart, scorers = make_scorers("kvpop", model), make_scorers("kvpop", model)
+    for s in apart:
+        s.fuse(narrow=True)
+    fused = fuse_scorers(scorers, 10, torch.bfloat16)
+    few = fuse_scorers(make_scorers("kvpop", model), 8, torch.bfloat16)
+    assert few.one.terms is None and few[0].terms is None
+    for s in fused:
+        for name in ("fused", "terms"):
+            mine, whole = (getattr(x, name).untyped_storage().data_ptr() for x in (s, fused.one))
+            assert mine == whole
+    plain, together = (KVCache(model.config, spec, 10, s, dtype=torch.bfloat16) for s in (apart, fused))
+    idx = tokens(N + 20, 10)
+    for q in range(N + 20):
+        assert torch.equal(step(model, idx[:, q], plain), step(model, idx[:, q], together))
+    assert [plain.kept_positions(i) for i in range(2)] == [together.kept_positions(i) for i in range(2)]
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, lambda fused: fused.double()], ids=["copied", "cast"])
+def test_weights_that_came_apart_are_refused(change):
+    model = make_model(torch.float32)
+    fused = change(fuse_scorers(make_scorers("kvpop", model)))
+    if hasattr(fused, "one"):
+        with pytest.raises(ValueError, match="call it again"):
+            KVCache(model.config, make_spec("kvpop"), 1, fused)
+    again = fuse_scorers(fused)
+    assert KVCache(model.config, make_spec("kvpop"), 1, again).whole is not None
+
+
 def test_policies_that_stay_apart():
     """Random numbers by layer, whole caches ranked anew, and a decision that waits for a token not there yet."""
     model = make_model(torch.float32)
@@ -108,7 +154,9 @@ def test_generated_texts_are_the_same():
     model = make_model(torch.float64)
     scorers, spec = make_scorers("kvpop", model).double(), make_spec("kvpop")
     prompts = [tokens(n)[0].tolist() for n in (3, N + 5, 1)]
-    run = lambda s: generate(model, prompts, spec, s, max_new_tokens=30, temperature=0.8, seed=3, stop_ids=[])  # noqa: E731
+
+    def run(s):
+        return generate(model, prompts, spec, s, max_new_tokens=30, temperature=0.8, seed=3, stop_ids=[])
     plain, together = run(scorers), run(fuse_scorers(copy.deepcopy(scorers)))
     assert plain.tokens == together.tokens and plain.seen == together.seen
     assert [plain.cache.kept_positions(i) for i in range(2)] == [together.cache.kept_positions(i) for i in range(2)]
