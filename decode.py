@@ -72,8 +72,8 @@ class LayerCache:
     ring              (B, H_kv, window) int32; entry t % window is the slot of token t of the window
     state             the scorer's own, dict of fp32 tensors
     due               what the next step can be told before its token, dict; None: it finds out (data/together.py)
-    With an fp64 model (tests) priority and state are fp64. scorer None: the window is all there is. n_layer: heads of all
-    layers side by side, H_kv of each, but k_cache and v_cache (n_layer, B, H_kv, N, D), for `parts_of` to cut."""
+    With an fp64 model (tests) priority and state are fp64. scorer None: the window is all there is. n_layer: heads of
+    all layers side by side, H_kv of each, but k_cache, v_cache (n_layer, B, H_kv, N, D), for `parts_of` to cut."""
 
     def __init__(self, config, spec, batch, scorer, device, dtype, n_layer=None):
         self.spec, self.scorer, self.dynamic, self.due = spec, scorer, scorer is not None and scorer.dynamic, None
