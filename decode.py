@@ -78,8 +78,9 @@ class LayerCache:
     def __init__(self, config, spec, batch, scorer, device, dtype, n_layer=None):
         self.spec, self.scorer, self.dynamic, self.due = spec, scorer, scorer is not None and scorer.dynamic, None
         self.wide = torch.promote_types(dtype, torch.float32)
-        heads, shape = (batch, config.n_kv_head * (n_layer or 1)), (batch, config.n_kv_head, spec.n_slots)
-        self.k_cache = torch.empty(*[n_layer] * bool(n_layer), *shape, config.head_dim, device=device, dtype=dtype)
+        heads, slots = (batch, config.n_kv_head * (n_layer or 1)), (batch, config.n_kv_head, spec.n_slots)
+        layers = (n_layer,) if n_layer else ()
+        self.k_cache = torch.empty(*layers, *slots, config.head_dim, device=device, dtype=dtype)
         self.v_cache = torch.empty_like(self.k_cache)
         self.priority = torch.empty(*heads, spec.n_slots, device=device, dtype=self.wide)
         self.position = torch.empty(*heads, spec.n_slots, device=device, dtype=torch.int32)
@@ -226,8 +227,7 @@ class KVCache:
     `compiled`: `step` runs blocks through torch.compile, which leaves a GPU fewer kernels; "tuned": harder still.
     spec: CacheSpec. scorers: one per layer, or None for the dense policy with `dense_spec`. Memory for any length:
     n_layer * 2 * B * H_kv * N * D * itemsize, 8 bytes a slot, 4 a window entry, and the scorers' state."""
-    filling = None  # see LayerCache.step
-    whole = None  # the heads of all layers as those of one, which decide together (data/together.py)
+    filling = whole = None  # see LayerCache.step; the heads of all layers as those of one (data/together.py)
 
     def __init__(self, config: ModelConfig, spec: CacheSpec, batch, scorers=None, device="cpu", dtype=torch.float32):
         if scorers is None and (spec.n_sink or spec.n_select):
@@ -626,7 +626,8 @@ def run(args):
     say("\n".join(summary(result, policy, config, spent)))
     if problem is not None:
         usual = problem.family in FAMILIES and not how["temperature"] and (args.n_sink, args.window) == (None, None)
-        say(verdict(problem, result.tokens[0], usual and known_record(policy, spec and spec.budget, folder, weights)))
+        record = known_record(policy, spec and spec.budget, folder, weights) if usual else ""
+        say(verdict(problem, result.tokens[0], record))
     if args.picture and result.seen[0]:
         draw(args.picture, result, tokens[:result.seen[0]], len(prompt), tokenizer, policy)
     return code

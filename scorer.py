@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.noise import hash_uniform, mix
-from data.products import FEW_ROWS, narrow_pays, narrow_product, step_product, step_terms
+from data.products import FEW_ROWS, narrow_pays, narrow_product, rows_product, step_product, step_terms
 from model import lay_side_by_side
 
 POLICIES = ("dense", "streaming", "random", "random-prompt", "knorm", "keydiff", "tova-layer", "tova-head", "h2o",
@@ -84,7 +84,7 @@ def best_chunk(T, head_dim):
 
 class Scorer(nn.Module):
     """Base class: dtype, detaching, padding and the window's edge. A stateless policy fills in `score`, one with state
-    `score_all` and `score_ahead`, and `finish` and `settle` if it waits, a dynamic one `rescore`.
+    `score_all` and `score_ahead`, and `score_finish` and `settle` if it waits, a dynamic one `rescore`.
 
     Attributes: name (policy), n_kv_head, head_dim, layer, state_entries (what the state costs with one query head a KV
     head; the function of that name knows any), dynamic (ranks the whole cache at every step), delayed (the score of t
@@ -169,7 +169,10 @@ class Scorer(nn.Module):
             return self.score_ahead(state, *leave, leave_pos)
 
     def finish(self, state, due, k, v):
-        return due["score"], {}
+        if not self.waits:
+            return due["score"], {}
+        with torch.autocast(k.device.type, enabled=False):
+            return self.score_finish(state, due, *self.taken(k, v))
 
     def settle(self, state, due):
         return state
@@ -385,8 +388,8 @@ class LearnedScorer(Scorer):
 
     def per_head(self, x, name):
         """x (B, H_kv, T, I) times the weight (H_kv, I, O) -> (B, H_kv, T, O)."""
-        if x.shape[2] == 1:  # a decode step: as a product over rows, or the weight would be copied for each of them
-            return (x.squeeze(2).transpose(0, 1) @ self.weight(name, x)).transpose(0, 1)[:, :, None]
+        if x.shape[2] == 1:  # a decode step
+            return rows_product(x.squeeze(2), self.weight(name, x))[:, :, None]
         # not einsum, whose weight gradient is H_kv products of length B * T; bf16: see `taken`
         return narrow_product(x, getattr(self, name)) if x.dtype == torch.bfloat16 else x @ self.weight(name, x)
 
@@ -503,7 +506,8 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True, waits=True):
             p.data = p.data.mT
         self.terms = step_terms(self.fused, sum(p.shape[-1] for p in parts[:len(self.leaving)])) if narrow else None
 
-    phi = staticmethod(lambda z: torch.cat([z.softmax(-1), (-z).softmax(-1)], -1))  # (..., D/2) -> (..., D), positive
+    halves = staticmethod(lambda z: (z.softmax(-1), (-z).softmax(-1)))  # of phi, (..., D/2) each, positive
+    phi = staticmethod(lambda z: torch.cat(MLSTM.halves(z), -1))  # (..., D/2) -> (..., D)
 
     def gates(self, gate):
         """(..., 2) -> input gate and log forget gate, (...) each."""
@@ -554,21 +558,17 @@ class MLSTM(LearnedScorer, name="kvpop", narrow=True, waits=True):
             raise ValueError("policy kvpop with delay=0 has no one-step form; use policy kvpop-nodelay")
         skip, query = self.project_one(k_leave, v_leave, self.leaving)  # (B, H_kv, ..)
         own = (F.silu(skip) * self.weight("w_skip_score", skip).squeeze(-1)).sum(-1)  # (B, H_kv)
-        up, down = query.softmax(-1), (-query).softmax(-1)  # phi in its halves, (B, H_kv, D/2)
+        up, down = self.halves(query)  # (B, H_kv, D/2)
         # (B, H_kv, D/2 + 1), in two sums: rows of D/2 are for the compiler one pass, which also writes what C becomes
         read = (state["C"] * torch.stack([up, down], 2)[:, :, None]).sum(-1).sum(-1)
         return {"own": own, "q_up": up, "q_down": down, "read": read[..., :-1], "norm": read[..., -1]}
-
-    def finish(self, state, due, k, v):
-        with torch.autocast(k.device.type, enabled=False):
-            return self.score_finish(state, due, *self.taken(k, v))
 
     def score_finish(self, state, due, k, v):
         key, value, gate = self.project_one(k, v, self.entering)  # (B, H_kv, ..)
         ig, lf = self.gates(gate + self.weight("b_gate", gate))  # (B, H_kv)
         m = torch.maximum(lf + state["m"], ig)  # (B, H_kv)
         f, i = (lf + state["m"] - m).exp(), (ig - m).exp()
-        up, down = key.softmax(-1), (-key).softmax(-1)  # phi in its halves, (B, H_kv, D/2): all sums are as long
+        up, down = self.halves(key)  # (B, H_kv, D/2), and not phi: all sums are then as long, and one kernel
         i_dot = i * (up * due["q_up"] + down * due["q_down"]).sum(-1)
         norm = (f * due["norm"] + i_dot).clamp(min=TINY)
         h = (f[..., None] * due["read"] + i_dot[..., None] * value) / norm[..., None]

@@ -64,6 +64,11 @@ def narrow_product(x, w):
     return NarrowProduct.apply(x, w.float())
 
 
+def rows_product(x, w):
+    """x (B, H_kv, I) @ w (H_kv, I, O) -> (B, H_kv, O), over rows, or w would be copied for each of them."""
+    return (x.transpose(0, 1) @ w).transpose(0, 1)
+
+
 def step_terms(w, n):
     """w (H_kv, I, O) fp32 -> the terms of its first n columns and, behind them, those of the others; each rounded up to
     8s. They do not follow changes of w."""
@@ -80,4 +85,4 @@ def step_product(x, w, terms, first):
         return y.unflatten(-1, (3, -1)).sum(-2).transpose(0, 1)[..., :w.shape[-1]]
     if torch.compiler.is_compiling() and len(x) <= FEW_ROWS:
         return (x[:, :, None] * w.mT.to(x.dtype)).sum(-1)  # of (B, H_kv, O, I), which is not made
-    return (x.transpose(0, 1) @ w.to(x.dtype)).transpose(0, 1)
+    return rows_product(x, w.to(x.dtype))

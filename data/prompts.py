@@ -168,7 +168,7 @@ class Writer:
 
 def verdict(problem, ids, record="") -> str:
     found = check(problem, decode(t for t in ids if t <= EOT))
-    return f"answer: {'right' if found.answer_right else 'wrong'}, trace: {found.message}{record or ''}"
+    return f"answer: {'right' if found.answer_right else 'wrong'}, trace: {found.message}{record}"
 
 
 def known_record(policy, budget, *folders) -> str:

@@ -11,7 +11,7 @@ import copy
 import torch
 from torch import nn
 
-from scorer import FEW_ROWS
+from data.products import FEW_ROWS
 
 
 class Together(nn.ModuleList):
